@@ -1,0 +1,356 @@
+"""What the trainers share: make the model, lay it over ranks, and hand adapters out.
+
+Overridden of `transformers.Trainer`, and why:
+
+- `create_accelerator_and_postprocess`: accelerate must not wrap the model (no FSDP, no DDP): `sharding` does it.
+- `create_optimizer`: an evaluation before training leaves units gathered; the optimizer must get the shards.
+- `_move_model_to_device`: the parts of the model are already where they belong.
+- `save_model`: adapters only, gathered on every rank.
+"""
+
+import os
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoProcessor, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from trl.trainer.utils import get_config_model_id
+
+from . import sharding
+from .config import (
+    DTYPES,
+    QLoRAArguments,
+    check_storage_fits,
+    check_training_arguments,
+    compute_dtype,
+    storage_dtype,
+)
+from .loading import check_attention, inspect_checkpoint, keep_packed_bytes, load_model, quantization_from
+from .logging import get_logger
+from .placement import placement_table
+from .targets import resolve_peft_config
+
+logger = get_logger(__name__)
+
+BNB_FIELDS = (
+    "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant",
+    "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_storage",
+)
+LORA_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_exclude_modules")
+LOADING_FIELDS = ("attn_implementation", "per_layer_embedding_device", "tower_device")
+
+
+@dataclass
+class Made:
+    """What a trainer hands to TRL: a model instance, the PEFT config to wrap it with, and the processing class."""
+
+    model: PreTrainedModel | PeftModel
+    peft_config: PeftConfig | None
+    processing_class: object
+
+
+class QLoRATrainerMixin:
+    """Comes before a TRL trainer in the bases; its `__init__` calls `make`, then TRL's, then `finish`."""
+
+    def make(self, model, args, processing_class, quantization_config, peft_config, *, wants_images: bool) -> Made:
+        """Check everything that can be checked, then load or take the model.
+
+        Raises:
+            ValueError: for every combination that cannot work, before any weight is read.
+        """
+        check_training_arguments(args)
+        check_output_dir(args.output_dir)
+        qlora = qlora_arguments(args)
+        self.sharding_request = sharding.read_sharding_request(args)
+        _check_ranks(args, self.sharding_request)
+        if self.sharding_request.activation_checkpointing:
+            logger.warning(
+                "`fsdp_activation_checkpointing` is taken as `gradient_checkpointing=True`: the model checkpoints its "
+                "layers itself, non-reentrant, the same way at any number of ranks."
+            )
+            args.gradient_checkpointing = True
+            check_training_arguments(args)
+        if isinstance(model, str):
+            made = self._load(model, args, qlora, quantization_config, peft_config)
+        else:
+            made = self._take(model, args, qlora, quantization_config, peft_config)
+        if processing_class is None:
+            processing_class = load_processing_class(made.model, args, wants_images=wants_images)
+        made.processing_class = processing_class
+        return made
+
+    def _load(self, name, args, qlora, quantization_config, peft_config) -> Made:
+        kwargs = dict(args.model_init_kwargs or {})
+        device = args.device
+        _check_device_map(kwargs.pop("device_map", None), device)
+        quantization_config = _one_quantization(qlora, quantization_config, kwargs.pop("quantization_config", None))
+        compute = compute_dtype(args)
+        dtype = _as_dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)), compute)
+        attention = _one_of("attn_implementation", qlora.attn_implementation, kwargs.pop("attn_implementation", None))
+        if quantization_config is None and qlora.load_in_4bit:
+            quantization_config = quantization_from(
+                qlora.bnb_4bit_quant_type, qlora.bnb_4bit_use_double_quant, compute, storage_dtype(args, compute)
+            )
+        if isinstance(quantization_config, BitsAndBytesConfig) and quantization_config.load_in_4bit:
+            self._check_quantization(quantization_config)
+
+        trust = kwargs.pop("trust_remote_code", getattr(args, "trust_remote_code", False))
+        revision = kwargs.pop("revision", None)
+        checkpoint = inspect_checkpoint(name, revision=revision, trust_remote_code=trust)
+        peft_config = peft_config if peft_config is not None else lora_config(qlora)
+        resolved = resolve_peft_config(
+            checkpoint.skeleton, peft_config, language_model_only=qlora.language_model_only
+        )
+        model = load_model(
+            checkpoint,
+            quantization_config=quantization_config,
+            dtype=dtype,
+            attn_implementation=attention,
+            device=device,
+            per_layer_embedding_device=qlora.per_layer_embedding_device,
+            tower_device=qlora.tower_device,
+            revision=revision,
+            trust_remote_code=trust,
+            **kwargs,
+        )
+        return Made(model, resolved, None)
+
+    def _check_quantization(self, quantization_config: BitsAndBytesConfig) -> None:
+        storage = quantization_config.bnb_4bit_quant_storage
+        check_storage_fits(storage, quantization_config.bnb_4bit_compute_dtype)
+        if self.sharding_request.fsdp and not storage.is_floating_point:
+            raise ValueError(
+                f"`bnb_4bit_quant_storage` is {str(storage).removeprefix('torch.')}, which FSDP cannot shard: every "
+                "rank would hold the whole base. Write 'bfloat16' (or leave it unset), or launch without FSDP."
+            )
+
+    def _take(self, model, args, qlora, quantization_config, peft_config) -> Made:
+        """A model instance or `PeftModel` is used as it is; say what then has no effect."""
+        unused = qlora.changed_fields("load_in_4bit", *BNB_FIELDS, *LOADING_FIELDS)
+        unused += ["quantization_config"] if quantization_config is not None else []
+        unused += ["model_init_kwargs"] if args.model_init_kwargs else []
+        is_peft = isinstance(model, PeftModel)
+        if is_peft:
+            if peft_config is not None:
+                raise ValueError(
+                    "The model is a `PeftModel` and `peft_config` is given too: the adapter would be wrapped twice. "
+                    "Pass the `PeftModel` alone to go on training it, or its base model with `peft_config`."
+                )
+            unused += qlora.changed_fields(*LORA_FIELDS)
+            if not any(p.requires_grad for p in model.parameters()):
+                raise ValueError(
+                    "No parameter of the given `PeftModel` is trainable. Load it with "
+                    "`PeftModel.from_pretrained(..., is_trainable=True)`."
+                )
+        if unused:
+            logger.warning("The model is given as an instance and taken as it is; no effect: %s.", ", ".join(unused))
+        base = model.get_base_model() if is_peft else model
+        check_attention(base, base.config.get_text_config()._attn_implementation)
+        keep_packed_bytes(base)
+        if is_peft:
+            return Made(model, None, None)
+        peft_config = peft_config if peft_config is not None else lora_config(qlora)
+        if getattr(model, "hf_device_map", None):
+            _check_device_map(model.hf_device_map, args.device)
+        resolved = resolve_peft_config(model, peft_config, language_model_only=qlora.language_model_only)
+        if getattr(model, "quantization_method", None) is None and not _lives_on(model, args.device):
+            model.to(args.device)
+        return Made(model, resolved, None)
+
+    @contextmanager
+    def _trl_init(self, made: Made, args):
+        """Around TRL's `__init__`: what it would do to a model of ours, and must not.
+
+        - `model_init_kwargs` were used already; TRL would warn that they are ignored.
+        - TRL casts adapters on a quantised base to bf16, without fp32 masters (it reads `is_loaded_in_4bit`).
+        - accelerate and transformers must not see FSDP.
+        """
+        base = made.model.get_base_model() if isinstance(made.model, PeftModel) else made.model
+        flags = {f: getattr(base, f) for f in ("is_loaded_in_4bit", "is_loaded_in_8bit") if getattr(base, f, False)}
+        init_kwargs, args.model_init_kwargs = args.model_init_kwargs, None
+        for flag in flags:
+            setattr(base, flag, False)
+        try:
+            with sharding.hidden_from_accelerate(args):
+                yield
+        finally:
+            args.model_init_kwargs = init_kwargs
+            for flag, value in flags.items():
+                setattr(base, flag, value)
+
+    def finish(self, made: Made) -> None:
+        """After TRL's `__init__`: adapter dtype, then the ranks, then say what is where."""
+        qlora = qlora_arguments(self.args)
+        if made.peft_config is not None:
+            set_adapter_dtype(self.model, DTYPES[qlora.adapter_dtype])
+        if self.args.world_size > 1:
+            mesh = init_device_mesh(self.args.device.type, (self.args.world_size,))
+            sharding.shard_model(self.model, mesh, self.sharding_request)
+        how = f"{self.args.world_size} ranks, {'FSDP2' if self.sharding_request.fsdp else 'base replicated'}"
+        logger.info(
+            "%s\n%s", "1 rank, nothing wrapped" if self.args.world_size == 1 else how, placement_table(self.model)
+        )
+
+    # --- overrides of transformers.Trainer ---
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        prepare_model = self.accelerator.prepare_model
+
+        def prepare_autocast_only(model, device_placement=None, evaluation_mode=False):
+            return prepare_model(model, device_placement=False, evaluation_mode=True)
+
+        self.accelerator.prepare_model = prepare_autocast_only
+
+    def create_optimizer(self, *args, **kwargs):
+        sharding.reshard(self.model)
+        return super().create_optimizer(*args, **kwargs)
+
+    def _move_model_to_device(self, model, device):
+        pass
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """Gather the adapter on every rank, then let rank 0 write it. Call it on all ranks."""
+        from peft import get_peft_model_state_dict
+
+        sharding.reshard(self.model)
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        state_dict = {name: sharding.full_tensor(p.detach()).cpu() for name, p in trained.items()}
+        if self.args.should_save:
+            state_dict = get_peft_model_state_dict(self.model, state_dict=state_dict)
+            self._save(output_dir or self.args.output_dir, state_dict=state_dict)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+
+def qlora_arguments(args) -> QLoRAArguments:
+    """`args` where it carries our fields, else the defaults (a plain TRL config was given)."""
+    return args if isinstance(args, QLoRAArguments) else QLoRAArguments()
+
+
+def lora_config(qlora: QLoRAArguments) -> LoraConfig:
+    """The LoRA configuration that the `lora_*` fields describe."""
+    return LoraConfig(
+        r=qlora.lora_r,
+        lora_alpha=qlora.lora_alpha,
+        lora_dropout=qlora.lora_dropout,
+        target_modules=qlora.lora_target_modules,
+        exclude_modules=qlora.lora_exclude_modules or None,
+        task_type="CAUSAL_LM",
+    )
+
+
+def set_adapter_dtype(model: PeftModel, dtype: torch.dtype) -> None:
+    """Hold trainable parameters in `dtype`. DoRA magnitudes follow: a unit of FSDP reduces in one dtype."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def load_processing_class(model, args, *, wants_images: bool):
+    """The processor if rows hold images, else the tokenizer: text rows must not need vision libraries."""
+    kwargs = args.model_init_kwargs or {}
+    options = {
+        "revision": kwargs.get("revision"),
+        "trust_remote_code": kwargs.get("trust_remote_code", getattr(args, "trust_remote_code", False)),
+    }
+    name = get_config_model_id(model.config)
+    loader = AutoProcessor if wants_images else AutoTokenizer
+    try:
+        return loader.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"No {'processor' if wants_images else 'tokenizer'} in {name!r}: {str(error).splitlines()[0]} "
+            "Pass one as `processing_class`."
+        ) from error
+
+
+def check_output_dir(output_dir: str) -> None:
+    """Raise `ValueError` now rather than after the first epoch if nothing can be written to `output_dir`."""
+    try:
+        os.makedirs(output_dir, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output_dir):
+            pass
+    except OSError as error:
+        raise ValueError(f"`output_dir={output_dir!r}` cannot be written: {error.strerror}. Choose another.") from None
+
+
+def _check_ranks(args, request: sharding.ShardingRequest) -> None:
+    if args.world_size == 1:
+        if request.offload_params:
+            raise ValueError(
+                "`fsdp_offload_params` is set, but there is one rank and nothing to shard. Turn it off: the 4-bit base "
+                "stays on the accelerator, per-layer embeddings and towers already live in host memory."
+            )
+        if request.fsdp:
+            logger.info("One rank: the FSDP configuration is read, and nothing needs wrapping.")
+    if getattr(args, "parallelism_config", None) is not None:
+        raise ValueError(
+            "`parallelism_config` asks for tensor, context or sequence parallelism, which these trainers do not lay "
+            "over 4-bit weights. Leave it out; ranks are used for FSDP2 or data parallelism."
+        )
+
+
+def _check_device_map(device_map, device: torch.device) -> None:
+    """A map may only say what is done anyway: everything on this rank's device."""
+    if device_map is None:
+        return
+    places = set(device_map.values()) if isinstance(device_map, dict) else {device_map}
+    if {_same_device(place, device) for place in places} != {True}:
+        raise ValueError(
+            f"`device_map={device_map!r}` conflicts with this rank's device. Leave it out: each rank loads onto its own "
+            f"device, which here is {{'': {str(device)!r}}}; host memory is chosen by `per_layer_embedding_device` and "
+            "`tower_device`."
+        )
+
+
+def _same_device(place, device: torch.device) -> bool:
+    if place == "auto":
+        return False
+    try:
+        place = torch.device(device.type, place) if isinstance(place, int) else torch.device(place)
+    except RuntimeError:
+        return False
+    return place.type == device.type and (place.index or 0) == (device.index or 0)
+
+
+def _lives_on(model, device: torch.device) -> bool:
+    return all(_same_device(p.device, device) for p in model.parameters())
+
+
+def _one_of(name: str, field, from_kwargs):
+    if field is not None and from_kwargs is not None and field != from_kwargs:
+        raise ValueError(
+            f"`{name}={field!r}` and `model_init_kwargs['{name}']={from_kwargs!r}` disagree: write one of them."
+        )
+    return field if field is not None else from_kwargs
+
+
+def _one_quantization(qlora: QLoRAArguments, argument, from_kwargs):
+    if argument is not None and from_kwargs is not None:
+        raise ValueError("`quantization_config` is given to the trainer and in `model_init_kwargs`: write one of them.")
+    given = argument if argument is not None else from_kwargs
+    if given is None:
+        return None
+    changed = qlora.changed_fields(*BNB_FIELDS)
+    if changed:
+        raise ValueError(
+            f"`quantization_config` is given, and so are {', '.join(changed)}: write one of the two. "
+            "The fields are read only when there is no `quantization_config`."
+        )
+    return given
+
+
+def _as_dtype(dtype, default: torch.dtype) -> torch.dtype:
+    if dtype is None or dtype == "auto":
+        return default
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"`dtype={dtype!r}` is unknown: write one of {', '.join(map(repr, DTYPES))}.")
+    return DTYPES[dtype]

@@ -1,0 +1,217 @@
+"""The fields that the trainers add to TRL's, and their checks.
+
+Every check here runs when the config is made, long before a weight is read.
+"""
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from trl import SFTConfig
+
+QUANT_TYPES = ("nf4", "fp4")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# The containers bitsandbytes can pack two 4-bit numbers per byte into.
+STORAGE_DTYPES = {**DTYPES, "uint8": torch.uint8}
+DEVICE_CHOICES = ("auto", "cpu", "accelerator")
+
+
+@dataclass
+class QLoRAArguments:
+    """Fields both trainers add. Names are those of bitsandbytes, PEFT and TRL wherever they have one.
+
+    Parameters:
+        load_in_4bit: quantise the linear layers of the language model. `False` trains a plain LoRA the same way.
+        bnb_4bit_quant_type: `"nf4"` or `"fp4"`.
+        bnb_4bit_use_double_quant: quantise the quantisation constants too (0.37 bit less per parameter).
+        bnb_4bit_compute_dtype: `None` follows the trainer's precision: bf16, fp16 or, with neither, fp32.
+        bnb_4bit_quant_storage: container of the packed bytes; `None` follows the compute dtype, which FSDP can shard.
+        lora_r, lora_alpha, lora_dropout: as in `peft.LoraConfig`.
+        lora_target_modules: as `target_modules` of PEFT: `"all-linear"`, a list (suffix match) or a string
+            (regular expression matched against the whole name).
+        lora_exclude_modules: as `exclude_modules` of PEFT; an empty list or string excludes nothing.
+        language_model_only: keep adapters off the vision and audio towers, their connectors and the output head.
+        adapter_dtype: dtype the adapters are held and optimised in.
+        attn_implementation: attention of the language model; towers keep what they support.
+        per_layer_embedding_device, tower_device: where the per-layer-embedding table and the towers live. `"auto"`
+            keeps them in host memory whenever the model trains on an accelerator: only the rows of a batch travel,
+            and a tower moves in when a batch has something for it.
+    """
+
+    load_in_4bit: bool = field(
+        default=True, metadata={"help": "Load the language model's linear layers in 4 bit; False trains a plain LoRA."}
+    )
+    bnb_4bit_quant_type: str = field(default="nf4", metadata={"help": "4-bit number format: nf4 or fp4."})
+    bnb_4bit_use_double_quant: bool = field(
+        default=True, metadata={"help": "Quantise the quantisation constants as well."}
+    )
+    bnb_4bit_compute_dtype: str | None = field(
+        default=None,
+        metadata={"help": "bfloat16, float16 or float32. Unset: the trainer's own precision (bf16, fp16, else fp32)."},
+    )
+    bnb_4bit_quant_storage: str | None = field(
+        default=None,
+        metadata={"help": "Container of the packed bytes. Unset: the compute dtype, which FSDP can shard."},
+    )
+    lora_r: int = field(default=16, metadata={"help": "Rank of the adapters."})
+    lora_alpha: int = field(default=32, metadata={"help": "Scale of the adapters (alpha / r)."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters."})
+    lora_target_modules: list[str] | str = field(
+        default="all-linear",
+        metadata={"help": "'all-linear', names (suffix match), or one regular expression (whole-name match)."},
+    )
+    lora_exclude_modules: list[str] | str = field(
+        default_factory=list, metadata={"help": "Names or one regular expression of modules that get no adapter."}
+    )
+    language_model_only: bool = field(
+        default=True, metadata={"help": "No adapters on vision or audio towers, connectors and the output head."}
+    )
+    adapter_dtype: Literal["float32", "bfloat16"] = field(
+        default="float32", metadata={"help": "Dtype in which adapters are held and optimised."}
+    )
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "Attention of the language model, such as sdpa, eager or flash_attention_2."}
+    )
+    per_layer_embedding_device: Literal["auto", "cpu", "accelerator"] = field(
+        default="auto", metadata={"help": "Where per-layer-embedding tables live."}
+    )
+    tower_device: Literal["auto", "cpu", "accelerator"] = field(
+        default="auto", metadata={"help": "Where vision and audio towers live until a batch needs them."}
+    )
+
+    def __post_init__(self):
+        self.lora_target_modules = _from_command_line(self.lora_target_modules)
+        self.lora_exclude_modules = _from_command_line(self.lora_exclude_modules)
+        _check_choice("bnb_4bit_quant_type", self.bnb_4bit_quant_type, QUANT_TYPES)
+        _check_choice("adapter_dtype", self.adapter_dtype, ("float32", "bfloat16"))
+        _check_choice("per_layer_embedding_device", self.per_layer_embedding_device, DEVICE_CHOICES)
+        _check_choice("tower_device", self.tower_device, DEVICE_CHOICES)
+        if self.bnb_4bit_compute_dtype is not None:
+            self.bnb_4bit_compute_dtype = _dtype_name(self.bnb_4bit_compute_dtype)
+            _check_choice("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype, DTYPES)
+        if self.bnb_4bit_quant_storage is not None:
+            self.bnb_4bit_quant_storage = _dtype_name(self.bnb_4bit_quant_storage)
+            _check_choice("bnb_4bit_quant_storage", self.bnb_4bit_quant_storage, STORAGE_DTYPES)
+        if self.lora_r < 1:
+            raise ValueError(f"`lora_r={self.lora_r}` gives no adapter: write a rank of at least 1, such as 16.")
+        if not 0.0 <= self.lora_dropout < 1.0:
+            raise ValueError(f"`lora_dropout={self.lora_dropout}` is no probability: write a number in [0, 1).")
+        if not self.lora_target_modules:
+            raise ValueError(
+                "`lora_target_modules` is empty, so nothing would be trained: write 'all-linear' or module names."
+            )
+
+    def changed_fields(self, *names: str) -> list[str]:
+        """Those of the fields `names` whose value is not the default, as `name=value`."""
+        defaults = {}
+        for f in dataclasses.fields(QLoRAArguments):
+            defaults[f.name] = f.default if f.default is not dataclasses.MISSING else f.default_factory()
+        return [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) != defaults[name]]
+
+
+@dataclass
+class QLoRASFTConfig(QLoRAArguments, SFTConfig):
+    """`trl.SFTConfig` plus the fields of `QLoRAArguments`."""
+
+    def __post_init__(self):
+        choose_supported_precision(self)
+        SFTConfig.__post_init__(self)
+        QLoRAArguments.__post_init__(self)
+        check_training_arguments(self)
+
+
+def choose_supported_precision(args) -> None:
+    """Take fp16 on a GPU without native bf16 (T4, V100) if the user left the precision open; refuse bf16 there.
+
+    `torch.cuda.is_bf16_supported()` says yes on such cards, because it counts emulation; TRL's default is then bf16.
+    """
+    if args.use_cpu or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 8:
+        return
+    if args.bf16:
+        raise ValueError(
+            f"`bf16=True`, but {torch.cuda.get_device_name()} has no native bf16 arithmetic. Write `fp16=True` "
+            "(compute and storage are then fp16 throughout), or leave both unset."
+        )
+    if args.bf16 is None:
+        args.fp16, args.bf16 = True, False
+
+
+def check_training_arguments(args) -> None:
+    """Refuse training arguments that cannot work with 4-bit adapters, whichever config class carries them."""
+    kwargs = args.gradient_checkpointing_kwargs or {}
+    if args.gradient_checkpointing and kwargs.get("use_reentrant"):
+        # Layers that share keys and values recompute before the layer that made them, and read detached tensors:
+        # https://github.com/unslothai/unsloth-zoo/pull/813
+        raise ValueError(
+            "`gradient_checkpointing_kwargs={'use_reentrant': True}` loses gradients in models whose layers share keys "
+            "and values, such as Gemma 4. Leave it out, or write {'use_reentrant': False}."
+        )
+    if args.gradient_checkpointing:
+        args.gradient_checkpointing_kwargs = {**kwargs, "use_reentrant": False}
+
+
+def compute_dtype(args) -> torch.dtype:
+    """The dtype 4-bit layers compute in and everything unquantised is held in.
+
+    Raises:
+        ValueError: if `bnb_4bit_compute_dtype` and the trainer's precision contradict each other.
+    """
+    trainer_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    chosen = getattr(args, "bnb_4bit_compute_dtype", None)
+    if chosen is None or DTYPES[chosen] == trainer_dtype:
+        return trainer_dtype
+    if trainer_dtype != torch.float32:
+        flag = "bf16" if args.bf16 else "fp16"
+        raise ValueError(
+            f"`bnb_4bit_compute_dtype={chosen!r}` contradicts `{flag}=True`: autocast would cast every product. "
+            f"Leave the compute dtype unset, or set `bf16`/`fp16` to match it."
+        )
+    return DTYPES[chosen]
+
+
+def storage_dtype(args, compute: torch.dtype) -> torch.dtype:
+    """The container dtype of packed weights: the compute dtype unless the user chose another that fits it.
+
+    Raises:
+        ValueError: if a 16-bit container meets the other 16-bit compute dtype.
+    """
+    chosen = getattr(args, "bnb_4bit_quant_storage", None)
+    storage = compute if chosen is None else STORAGE_DTYPES[chosen]
+    check_storage_fits(storage, compute)
+    return storage
+
+
+def check_storage_fits(storage: torch.dtype, compute: torch.dtype) -> None:
+    """fp16 packed storage beside bf16 parameters (or the reverse) is a cast waiting to happen."""
+    halves = {torch.bfloat16, torch.float16}
+    if storage in halves and storage != compute:
+        raise ValueError(
+            f"Packed 4-bit storage is {_dtype_name(storage)} but the compute dtype is {_dtype_name(compute)}: a cast "
+            "between them destroys packed bytes. Write the same dtype for `bnb_4bit_quant_storage` and "
+            "`bnb_4bit_compute_dtype`, or leave the storage unset."
+        )
+
+
+def _dtype_name(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_choice(name: str, value, choices) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}={value!r}` is unknown: write one of {', '.join(map(repr, choices))}.")
+
+
+def _from_command_line(modules: list[str] | str | None) -> list[str] | str:
+    """Undo what a command line does to a string: one value arrives as a list of one.
+
+    A list of one plain name stays a list (PEFT's suffix match); `all-linear` and regular expressions become strings.
+    """
+    if modules is None:
+        return []
+    if isinstance(modules, (list, tuple)):
+        modules = [name for name in modules if name]
+        if len(modules) == 1 and (modules[0] == "all-linear" or not re.fullmatch(r"[\w.]+", modules[0])):
+            return modules[0]
+    return modules

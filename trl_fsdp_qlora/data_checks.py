@@ -1,0 +1,112 @@
+"""Find what is wrong with training rows before a model is loaded, and say in which row."""
+
+import json
+import os
+from collections.abc import Iterator
+
+from datasets import Dataset, IterableDataset
+
+CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion")
+IMAGE_COLUMNS = ("image", "images")
+
+
+def check_rows(dataset: Dataset | IterableDataset | None, name: str, text_field: str = "text") -> None:
+    """Check the columns of `dataset`, and every row of one that is in memory or on disk (not a stream).
+
+    Raises:
+        ValueError: if the dataset is missing or empty, has no columns to train on, or a row is malformed.
+        TypeError: if it is no dataset.
+    """
+    if dataset is None:
+        raise ValueError(f"`{name}` is missing: pass a `datasets.Dataset` with text, prompt/completion or messages.")
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        raise TypeError(f"`{name}` must be a `datasets.Dataset` or `IterableDataset`, got {type(dataset).__name__}.")
+    if isinstance(dataset, IterableDataset):
+        return
+    if len(dataset) == 0:
+        raise ValueError(f"`{name}` has no rows.")
+    columns = dataset.column_names
+    if "input_ids" in columns:
+        wanted = ["input_ids"]
+    elif "messages" in columns or "conversations" in columns:
+        wanted = ["messages" if "messages" in columns else "conversations"]
+    elif "prompt" in columns and "completion" in columns:
+        wanted = ["prompt", "completion"]
+    elif text_field in columns:
+        wanted = [text_field]
+    else:
+        raise ValueError(
+            f"`{name}` has the columns {', '.join(columns) or '(none)'}, and nothing to train on. Give it 'messages', "
+            f"'prompt' and 'completion', or {text_field!r} (`dataset_text_field` names another text column)."
+        )
+    for column in wanted:
+        for index, value in enumerate(_values(dataset, column)):
+            problem = _problem(value, column)
+            if problem:
+                raise ValueError(f"Row {index} of `{name}` is malformed: {column!r} {problem}.")
+
+
+def _values(dataset: Dataset, column: str) -> Iterator:
+    for batch in dataset.select_columns([column]).iter(batch_size=1000):
+        yield from batch[column]
+
+
+def _problem(value, column: str) -> str | None:
+    """What is wrong with one cell, or `None`."""
+    if value is None:
+        return "is missing"
+    if isinstance(value, str):
+        return "must be a list of messages, not a string" if column in ("messages", "conversations") else None
+    if column == "input_ids":
+        return None if len(value) else "is empty"
+    if not isinstance(value, list):
+        return f"must be a string or a list of messages, not {type(value).__name__}"
+    if not value:
+        return "is an empty list"
+    for position, message in enumerate(value):
+        if not isinstance(message, dict):
+            return f"has a message {position} that is no object with 'role' and 'content', but {message!r}"
+        keys = {key for key, part in message.items() if part is not None}
+        if not ({"role"} <= keys and keys & {"content", "tool_calls"}) and not {"from", "value"} <= keys:
+            return f"has a message {position} without 'role' and 'content' (it has {', '.join(sorted(keys)) or 'nothing'})"
+    return None
+
+
+def has_images(dataset: Dataset | IterableDataset | None) -> bool:
+    """Whether rows carry images, by column name as TRL decides it."""
+    columns = getattr(dataset, "column_names", None)
+    if columns is None and dataset is not None:
+        columns = next(iter(dataset), {}).keys()
+    return any(column in (columns or ()) for column in IMAGE_COLUMNS)
+
+
+def read_json_rows(path: str) -> Dataset:
+    """A dataset from a local JSON-lines file (one object a line), or a JSON file with a list of objects.
+
+    Raises:
+        ValueError: if the file is missing or empty, or a line is no JSON object (naming the line).
+    """
+    if not os.path.isfile(path):
+        raise ValueError(f"Data file {path!r} does not exist.")
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    if text.lstrip().startswith("["):
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
+    else:
+        rows = [_parse_line(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not rows:
+        raise ValueError(f"Data file {path!r} has no rows.")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, row {number}: expected an object with named columns, got {row!r}.")
+    return Dataset.from_list(rows)
+
+
+def _parse_line(path: str, number: int, line: str):
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}: not valid JSON ({error.msg}).") from None

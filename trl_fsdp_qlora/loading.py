@@ -1,0 +1,275 @@
+"""From a checkpoint name to a 4-bit model with each part on its device.
+
+Built on `from_pretrained`: its key renames, its quantiser and its streaming (one tensor is read, quantised and
+released before the next) are used as they are. Added here: what is quantised, where each part goes, which attention
+each sub-model gets, and errors that name the file.
+"""
+
+import copy
+import glob
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+
+from .logging import get_logger
+from .placement import attach_host_modules, choose_host_modules
+from .targets import ModelStructure, find_structure
+
+logger = get_logger(__name__)
+
+# The kernels of FlashAttention 2 and 3 stop here: https://github.com/Dao-AILab/flash-attention/issues/2427
+MAX_FLASH_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What can be known of a checkpoint without reading a weight.
+
+    Attributes:
+        name: folder or model id.
+        config: its configuration.
+        architecture: the transformers class that loads it.
+        skeleton: the model on the meta device.
+        structure: names of its parts.
+    """
+
+    name: str
+    config: PretrainedConfig
+    architecture: type[PreTrainedModel]
+    skeleton: nn.Module
+    structure: ModelStructure
+
+
+def inspect_checkpoint(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
+    """Read the configuration of `name` and lay the model out on the meta device.
+
+    Raises:
+        ValueError: if there is no such checkpoint, or it holds no causal language model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        what = "folder has no usable config.json" if os.path.isdir(name) else "is neither a folder nor a known model"
+        raise ValueError(
+            f"Model {name!r} {what}. Write the path of a folder with config.json and safetensors files, or a model id "
+            f"of the Hugging Face hub. The loader said: {str(error).splitlines()[0]}"
+        ) from None
+    architecture = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
+    with torch.device("meta"), _no_weight_init():
+        if architecture is AutoModelForCausalLM:
+            skeleton = architecture.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        else:
+            skeleton = architecture(copy.deepcopy(config))
+    if skeleton.get_output_embeddings() is None:
+        raise ValueError(
+            f"Model {name!r} is a {type(skeleton).__name__}, which has no language-modelling head. "
+            "Write a causal language model or a multimodal model that generates text."
+        )
+    return Checkpoint(name, config, type(skeleton), skeleton, find_structure(skeleton))
+
+
+def load_model(
+    checkpoint: Checkpoint | str,
+    *,
+    quantization_config: BitsAndBytesConfig | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    attn_implementation: str | dict | None = None,
+    device: torch.device | str | None = None,
+    per_layer_embedding_device: str = "auto",
+    tower_device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **from_pretrained_kwargs,
+) -> PreTrainedModel:
+    """Load a checkpoint, its language model in 4 bit if asked, each part on its device.
+
+    Args:
+        checkpoint: name, folder, or what `inspect_checkpoint` returned.
+        quantization_config: `None` loads in `dtype`. Towers, connectors, embeddings and the head are added to what
+            it skips, unless it names modules to skip itself. Ignored, with a warning, if the checkpoint is already
+            quantised.
+        dtype: of everything that is not quantised.
+        attn_implementation: for the language model; towers take their own default.
+        device: where the model trains; by default the current accelerator, else the CPU.
+        per_layer_embedding_device, tower_device: see `QLoRAArguments`.
+
+    Raises:
+        ValueError: for a missing checkpoint, a damaged file, or an attention that cannot serve the head dimension.
+    """
+    if isinstance(checkpoint, str):
+        checkpoint = inspect_checkpoint(checkpoint, revision=revision, trust_remote_code=trust_remote_code)
+    device = _default_device() if device is None else torch.device(device)
+    structure = checkpoint.structure
+    attention = attention_for(checkpoint.skeleton, attn_implementation)
+
+    prequantized = getattr(checkpoint.config, "quantization_config", None) is not None
+    if prequantized and quantization_config is not None:
+        logger.warning("%s is already quantised and is loaded as it is.", checkpoint.name)
+        quantization_config = None
+    host_modules = choose_host_modules(
+        checkpoint.skeleton,
+        structure,
+        device,
+        per_layer_embedding_device=per_layer_embedding_device,
+        # A quantised tower cannot be left out of the quantiser's device map.
+        tower_device="accelerator" if prequantized else tower_device,
+    )
+    if quantization_config is not None:
+        quantization_config = _with_skipped_modules(quantization_config, structure)
+        # Lets host parts into the device map beside an accelerator.
+        quantization_config.llm_int8_enable_fp32_cpu_offload = device.type != "cpu"
+    place = str(device) if device.index is None else f"{device.type}:{device.index}"
+    device_map = {"": place, **dict.fromkeys(host_modules, "cpu")}
+
+    with _placed_by_us(), _errors_name_the_file(checkpoint.name):
+        model = checkpoint.architecture.from_pretrained(
+            checkpoint.name,
+            config=copy.deepcopy(checkpoint.config),
+            dtype=dtype,
+            device_map=device_map,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            **({"quantization_config": quantization_config} if quantization_config is not None else {}),
+            **({"attn_implementation": attention} if attention is not None else {}),
+            **from_pretrained_kwargs,
+        )
+    if quantization_config is not None:
+        model.config.quantization_config.llm_int8_enable_fp32_cpu_offload = False
+    attach_host_modules(model, host_modules, device)
+    keep_packed_bytes(model)
+    return model
+
+
+def keep_packed_bytes(model: nn.Module) -> None:
+    """Stop bitsandbytes from repacking 4-bit weights in place for AVX-512 inference on the CPU.
+
+    The repacked bytes are another format: shards, checksums and other ranks would no longer agree with them.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def attention_for(skeleton: nn.Module, attn_implementation: str | dict | None) -> str | dict | None:
+    """`attn_implementation` for the language model alone, in the form `from_pretrained` takes.
+
+    Asking a multimodal model for `sdpa` as a whole raises where a tower has no such attention (Gemma 4's audio tower).
+
+    Raises:
+        ValueError: for FlashAttention with head dimensions that it has no kernel for.
+    """
+    config = skeleton.config
+    text_config = config.get_text_config()
+    text_name = next((n for n in getattr(config, "sub_configs", {}) if getattr(config, n, None) is text_config), "")
+    if isinstance(attn_implementation, dict):
+        check_attention(skeleton, attn_implementation.get(text_name, attn_implementation.get("")))
+        return attn_implementation
+    check_attention(skeleton, attn_implementation)
+    return {text_name: attn_implementation} if text_name and attn_implementation else attn_implementation
+
+
+def check_attention(model: nn.Module, attn_implementation: str | None) -> None:
+    """Raise `ValueError` if FlashAttention is asked for a language model with head dimensions above 256.
+
+    The dimensions are read from the attention modules: a config's `head_dim` need not hold for every layer.
+    """
+    if not attn_implementation or "flash" not in attn_implementation:
+        return
+    language_model = model.get_submodule(find_structure(model).language_model)
+    head_dim = max((getattr(m, "head_dim", 0) for m in language_model.modules() if isinstance(getattr(m, "head_dim", 0), int)))
+    if head_dim > MAX_FLASH_HEAD_DIM:
+        raise ValueError(
+            f"`attn_implementation={attn_implementation!r}` serves head dimensions up to {MAX_FLASH_HEAD_DIM}, but the "
+            f"language model has layers with {head_dim}. Write 'sdpa' (the default), 'flex_attention' or 'eager'."
+        )
+
+
+def quantization_from(
+    quant_type: str, double_quant: bool, compute: torch.dtype, storage: torch.dtype
+) -> BitsAndBytesConfig:
+    """The bitsandbytes configuration of the four choices the trainers offer."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=compute,
+        bnb_4bit_quant_storage=storage,
+    )
+
+
+def _with_skipped_modules(quantization_config: BitsAndBytesConfig, structure: ModelStructure) -> BitsAndBytesConfig:
+    quantization_config = copy.deepcopy(quantization_config)
+    if getattr(quantization_config, "llm_int8_skip_modules", None) is None:
+        skip = [structure.input_embedding, *structure.side_embeddings, *structure.towers]
+        quantization_config.llm_int8_skip_modules = skip + ([structure.output_head] if structure.output_head else [])
+    return quantization_config
+
+
+def _default_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+@contextmanager
+def _no_weight_init():
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        yield
+
+
+@contextmanager
+def _placed_by_us():
+    """`from_pretrained` without its dispatch hooks, and blind to an accelerate FSDP configuration.
+
+    The hooks would move whole modules at every call; `placement` does better. With `ACCELERATE_USE_FSDP` set, loading
+    on ranks above 0 leaves missing weights uninitialised (transformers/modeling_utils.py, `is_fsdp_enabled`).
+    """
+    from transformers import modeling_utils
+
+    if not hasattr(modeling_utils, "accelerate_dispatch"):
+        raise ImportError(
+            f"transformers {transformers.__version__} has no `modeling_utils.accelerate_dispatch`: this version is "
+            "outside the tested range, see setup.cfg."
+        )
+    dispatch = modeling_utils.accelerate_dispatch
+    fsdp = os.environ.pop("ACCELERATE_USE_FSDP", None)
+    modeling_utils.accelerate_dispatch = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        modeling_utils.accelerate_dispatch = dispatch
+        if fsdp is not None:
+            os.environ["ACCELERATE_USE_FSDP"] = fsdp
+
+
+@contextmanager
+def _errors_name_the_file(name: str):
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{_damaged_file(name)} is damaged or cut short ({error}). Fetch it again.") from error
+    except OSError as error:
+        if not os.path.isdir(name):
+            raise
+        raise ValueError(
+            f"Folder {name!r} holds no complete checkpoint: {str(error).splitlines()[0]} "
+            "Expected model.safetensors, or model.safetensors.index.json with every file it lists."
+        ) from error
+
+
+def _damaged_file(name: str) -> str:
+    for file in sorted(glob.glob(str(Path(name) / "*.safetensors"))):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError:
+            return file
+    return f"A safetensors file of {name}"

@@ -1,0 +1,123 @@
+"""Supervised fine-tuning in 4 bit."""
+
+from datasets import Dataset, IterableDataset
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.utils import get_config_model_id
+
+from .base_trainer import QLoRATrainerMixin
+from .chat_masks import add_assistant_masks, needs_rendered_masks
+from .config import QLoRASFTConfig
+from .data_checks import check_rows, has_images
+
+
+class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
+    """`trl.SFTTrainer` whose model is 4-bit, carries adapters on its language model only, and is laid over ranks.
+
+    Takes what `trl.SFTTrainer` takes. Data preparation, the loss, metrics, logging, evaluation and callbacks are
+    TRL's, unchanged. Different:
+
+    - a model name is loaded in 4 bit as `QLoRASFTConfig` says (or as `quantization_config` says), each part on its
+      device, and gets LoRA adapters on the language model (or those of `peft_config`);
+    - a model instance or `PeftModel` is taken as it is;
+    - several ranks are FSDP2 units, or replicas, as the accelerate configuration says; one rank wraps nothing;
+    - adapters are held in fp32 (`adapter_dtype`), and only they are saved;
+    - `assistant_only_loss=True` works for chat templates without generation markers, such as Gemma 4's.
+
+    Overridden of `SFTTrainer`: `__init__`, and `_prepare_dataset` for the last point.
+
+    Raises:
+        ValueError: for input that cannot work, before any weight is read.
+    """
+
+    def __init__(
+        self,
+        model,
+        args=None,
+        data_collator=None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class=None,
+        compute_loss_func=None,
+        compute_metrics=None,
+        callbacks=None,
+        optimizers=(None, None),
+        optimizer_cls_and_kwargs=None,
+        preprocess_logits_for_metrics=None,
+        quantization_config=None,
+        peft_config=None,
+        formatting_func=None,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = QLoRASFTConfig(f"{name.split('/')[-1]}-SFT")
+        elif not isinstance(args, SFTConfig):
+            args = QLoRASFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
+        text_field = args.dataset_text_field
+        if formatting_func is None and not (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            check_rows(train_dataset, "train_dataset", text_field)
+            for key, dataset in _named(eval_dataset).items():
+                check_rows(dataset, f"eval_dataset[{key!r}]" if key else "eval_dataset", text_field)
+        made = self.make(
+            model,
+            args,
+            processing_class,
+            quantization_config,
+            peft_config,
+            wants_images=has_images(train_dataset),
+        )
+        self._masks_from_rendering = args.assistant_only_loss and needs_rendered_masks(made.processing_class)
+        with self._trl_init(made, args), _assistant_only_loss_done_here(args, self._masks_from_rendering):
+            super().__init__(
+                model=made.model,
+                args=args,
+                data_collator=data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=made.processing_class,
+                compute_loss_func=compute_loss_func,
+                compute_metrics=compute_metrics,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+                peft_config=made.peft_config,
+                formatting_func=formatting_func,
+            )
+        # TRL's loss divides by the tokens of the whole step when it is told their number. transformers tells it only
+        # for models whose own forward would, and Gemma 4's says no: steps with rows of unequal length would then
+        # depend on how rows fall into micro-batches and ranks.
+        self.model_accepts_loss_kwargs = True
+        self.finish(made)
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        """TRL's preparation, with assistant masks found by rendering where the chat template marks none."""
+        if self._masks_from_rendering and "input_ids" not in (dataset.column_names or []):
+            dataset = add_assistant_masks(
+                dataset,
+                processing_class,
+                completion_only=args.completion_only_loss is not False,
+                num_proc=args.dataset_num_proc if isinstance(dataset, Dataset) else None,
+                desc=f"Finding assistant tokens in {dataset_name} dataset",
+            )
+        return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+
+
+def _named(datasets) -> dict[str, Dataset | IterableDataset]:
+    if datasets is None:
+        return {}
+    return dict(datasets) if isinstance(datasets, dict) else {"": datasets}
+
+
+class _assistant_only_loss_done_here:
+    """TRL refuses `assistant_only_loss` for a template without markers before it prepares the data."""
+
+    def __init__(self, args, active: bool):
+        self.args, self.active = args, active
+
+    def __enter__(self):
+        if self.active:
+            self.args.assistant_only_loss = False
+
+    def __exit__(self, *exc_info):
+        if self.active:
+            self.args.assistant_only_loss = True

@@ -1,0 +1,358 @@
+"""FSDP2 for a 4-bit model with adapters: which modules form a unit, and packed bytes that arrive bit for bit.
+
+accelerate's own FSDP2 preparation is not used: it gathers the per-layer-embedding table and the towers for the whole
+step, keeps a second copy of the model alive while it shards, casts log-probabilities to bf16, wraps at world size 1,
+and turns FSDP into plain DDP on the CPU without a word. What a user wrote in an accelerate config is read
+(`read_sharding_request`) and done here instead, the same way for every trainer and every world size.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from .logging import get_logger
+from .placement import host_parameters
+from .targets import find_structure, is_inside
+
+logger = get_logger(__name__)
+
+# Bytes of a checksum block: position-aware, so that swapped shards are noticed as well as changed bytes.
+_CHECKSUM_BLOCKS = 256
+
+
+@dataclass(frozen=True)
+class ShardingRequest:
+    """What the user's accelerate or trainer configuration asks for.
+
+    Attributes:
+        fsdp: shard the base model; otherwise every rank holds all of it and only adapters are sharded.
+        reshard_after_forward: free gathered weights after the forward pass (and gather again for the backward).
+        offload_params: keep shards and optimizer state in host memory.
+        unit_classes: class names of modules that form a unit; empty for the decoder layers.
+        activation_checkpointing: FSDP's own switch for what is `gradient_checkpointing` in a trainer.
+    """
+
+    fsdp: bool = False
+    reshard_after_forward: bool = True
+    offload_params: bool = False
+    unit_classes: tuple[str, ...] = ()
+    activation_checkpointing: bool = False
+
+
+def read_sharding_request(args) -> ShardingRequest:
+    """Read FSDP settings from `args.fsdp` or from the environment that `accelerate launch` sets.
+
+    Raises:
+        ValueError: for settings that cannot work with packed 4-bit weights.
+    """
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    if not args.fsdp_plugin_args and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return ShardingRequest()
+    plugin = FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **_environment_version(), **(args.fsdp_plugin_args or {})})
+    if plugin.fsdp_version != 2:
+        logger.warning("FSDP version 1 was asked for; these trainers shard with FSDP2 (`fully_shard`).")
+        plugin = FullyShardedDataParallelPlugin(**{**(args.fsdp_plugin_args or {}), "fsdp_version": 2, "reshard_after_forward": True})
+    if plugin.mixed_precision_policy is not None:
+        check_mixed_precision(plugin.mixed_precision_policy)
+    if plugin.cpu_ram_efficient_loading:
+        logger.warning(
+            "`fsdp_cpu_ram_efficient_loading` has no effect here: every rank streams the checkpoint tensor by tensor, "
+            "so none holds it whole."
+        )
+    classes = plugin.transformer_cls_names_to_wrap or ()
+    classes = classes.split(",") if isinstance(classes, str) else classes
+    return ShardingRequest(
+        fsdp=True,
+        reshard_after_forward=bool(plugin.reshard_after_forward),
+        offload_params=isinstance(plugin.cpu_offload, CPUOffloadPolicy) or plugin.cpu_offload is True,
+        unit_classes=tuple(name.strip() for name in classes if name.strip()),
+        activation_checkpointing=bool(plugin.activation_checkpointing),
+    )
+
+
+def _environment_version() -> dict[str, int]:
+    version = os.environ.get("FSDP_VERSION")
+    return {"fsdp_version": int(version)} if version else {}
+
+
+@contextmanager
+def hidden_from_accelerate(args) -> Iterator[None]:
+    """Let accelerate and transformers see no FSDP configuration, because the sharding is done here.
+
+    Raises:
+        ValueError: if an `Accelerator` with FSDP already exists in this process; its state cannot be taken back.
+    """
+    from accelerate.state import AcceleratorState
+
+    if AcceleratorState._shared_state and getattr(AcceleratorState(), "fsdp_plugin", None) is not None:
+        raise ValueError(
+            "An `Accelerator` with FSDP was created before the trainer, and would wrap the model a second time. Make "
+            "the trainer first, or use `accelerate.PartialState` where you only need ranks."
+        )
+    saved = {name: os.environ.pop(name, None) for name in ("ACCELERATE_USE_FSDP",)}
+    saved_args = args.fsdp, args.fsdp_plugin_args
+    args.fsdp, args.fsdp_plugin_args = None, None
+    try:
+        yield
+    finally:
+        args.fsdp, args.fsdp_plugin_args = saved_args
+        os.environ.update({name: value for name, value in saved.items() if value is not None})
+
+
+def check_mixed_precision(policy: MixedPrecisionPolicy) -> None:
+    """Refuse policies that treat packed bytes as numbers or round log-probabilities.
+
+    Raises:
+        ValueError: if the policy casts parameters, or outputs to 16 bit.
+    """
+    if getattr(policy, "param_dtype", None) is not None:
+        raise ValueError(
+            f"`MixedPrecisionPolicy(param_dtype={policy.param_dtype})` casts parameters while they are gathered, which "
+            "destroys packed 4-bit bytes. Write `param_dtype=None`: layers compute in `bnb_4bit_compute_dtype`."
+        )
+    if getattr(policy, "output_dtype", None) not in (None, torch.float32):
+        raise ValueError(
+            f"`MixedPrecisionPolicy(output_dtype={policy.output_dtype})` rounds log-probabilities and the loss to "
+            "16 bit. Write `output_dtype=None`."
+        )
+
+
+def packed_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules whose weight is packed in 4 bit, by name."""
+    return {name: m for name, m in model.named_modules() if getattr(m, "quant_state", None) is not None}
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    request: ShardingRequest,
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> nn.Module:
+    """Lay `model` over the ranks of `mesh`, in place, and return it.
+
+    Units, each gathered as a whole and freed after use: every decoder layer; the token embedding, together with the
+    head where their weights are tied; a head of its own; each large side embedding on the accelerator; each tower
+    that trains. The root holds the little that is left. Frozen towers and parts in host memory are left alone: every
+    rank has them, and no batch gathers them.
+
+    Without FSDP (`request.fsdp` false) the frozen weights are left alone as well. Adapters and the optimizer are then
+    sharded as one unit, which trains exactly as DDP does and needs no broadcast of the base.
+
+    Raises:
+        ValueError: for a forbidden policy, packed weights in a container that cannot be sharded, trainable parameters
+            of several dtypes, or a unit class that the model does not have.
+        RuntimeError: if packed bytes do not arrive as they were sent.
+    """
+    mp_policy = mp_policy or MixedPrecisionPolicy()
+    check_mixed_precision(mp_policy)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    _check_trainable_dtypes(model)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if request.offload_params else OffloadPolicy()
+    options = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload}
+
+    if not request.fsdp:
+        frozen = {p for p in model.parameters() if not p.requires_grad}
+        fully_shard(model, reshard_after_forward=False, ignored_params=frozen, **options)
+        _register_generate(model)
+        return model
+
+    packed = packed_modules(model)
+    _check_storage(packed)
+    checksums = {name: packed_checksum(module.weight) for name, module in packed.items()}
+    ignored = host_parameters(model) | _frozen_towers(base)
+    managed: set[nn.Parameter] = set(ignored)
+    for unit in find_units(base, request.unit_classes):
+        own = _unmanaged(unit, managed)
+        if own:
+            _guard_bytes(unit[0], own, packed)
+            fully_shard(
+                unit if len(unit) > 1 else unit[0],
+                # Kept for the head, which reads the tied weight after the last layer.
+                reshard_after_forward=request.reshard_after_forward and len(unit) == 1,
+                ignored_params=ignored,
+                **options,
+            )
+        managed |= own
+    _guard_bytes(model, _unmanaged([model], managed), packed)
+    fully_shard(model, ignored_params=ignored, **options)
+    _register_generate(model)
+    verify_packed_bytes(model, checksums)
+    return model
+
+
+def find_units(base: nn.Module, unit_classes: Iterable[str] = ()) -> list[list[nn.Module]]:
+    """Groups of modules that are gathered together, innermost first; the root is not among them.
+
+    Raises:
+        ValueError: if a class in `unit_classes` does not occur in the model.
+    """
+    structure = find_structure(base)
+    trained_towers = [
+        base.get_submodule(name)
+        for name in structure.towers
+        if any(p.requires_grad for p in base.get_submodule(name).parameters())
+    ]
+    if unit_classes:
+        chosen = [(name, m) for name, m in base.named_modules() if type(m).__name__ in set(unit_classes)]
+        missing = set(unit_classes) - {type(m).__name__ for _, m in chosen}
+        if missing:
+            layer = type(base.get_submodule(structure.layers)[0]).__name__
+            raise ValueError(
+                f"`fsdp_transformer_layer_cls_to_wrap` names {', '.join(sorted(missing))}, which {type(base).__name__} "
+                f"does not contain. Leave it out, or write {layer!r}."
+            )
+        chosen = [(name, m) for name, m in chosen if not structure.in_tower(name)]
+    else:
+        layers = base.get_submodule(structure.layers)
+        chosen = [(f"{structure.layers}.{i}", layer) for i, layer in enumerate(layers)]
+    # A module inside another comes first: fully_shard goes from the leaves up.
+    chosen.sort(key=lambda item: -item[0].count("."))
+    units = [[module] for _, module in chosen]
+
+    embedding = base.get_submodule(structure.input_embedding)
+    head = base.get_submodule(structure.output_head) if structure.output_head else None
+    tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", object())
+    parent = next((i for i, (name, _) in enumerate(chosen) if is_inside(structure.input_embedding, name)), None)
+    if parent is None:
+        units.append([embedding, head] if tied else [embedding])
+    elif tied:
+        # An explicitly chosen parent already gathers the embedding; the head joins it, as tied weights must.
+        units[parent].append(head)
+    if head is not None and not tied:
+        units.append([head])
+    inside_a_unit = [name for name, _ in chosen]
+    units.extend(
+        [base.get_submodule(name)]
+        for name in structure.side_embeddings
+        if not any(is_inside(name, unit) for unit in inside_a_unit)
+    )
+    units.extend([tower] for tower in trained_towers)
+    return units
+
+
+def _frozen_towers(base: nn.Module) -> set[nn.Parameter]:
+    frozen = set()
+    for name in find_structure(base).towers:
+        parameters = list(base.get_submodule(name).parameters())
+        if not any(p.requires_grad for p in parameters):
+            frozen.update(parameters)
+    return frozen
+
+
+def _unmanaged(modules: list[nn.Module], managed: set[nn.Parameter]) -> set[nn.Parameter]:
+    return {p for module in modules for p in module.parameters() if p not in managed and not isinstance(p, DTensor)}
+
+
+def _guard_bytes(module: nn.Module, own: set[nn.Parameter], packed: dict[str, nn.Module]) -> None:
+    """Add one frozen fp32 number to a unit that would otherwise be all of one 16-bit dtype and hold packed bytes.
+
+    FSDP2 gathers a unit of several dtypes as bytes. A unit of one dtype is copied as numbers of that dtype, and on
+    CUDA a bf16 number that is a NaN pattern is rewritten on the way (`_foreach_copy_` goes through fp32): about one
+    in a thousand packed words. https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945
+    """
+    holds_packed = any(m.weight in own for m in packed.values())
+    if holds_packed and len({p.dtype for p in own}) == 1:
+        device = next(iter(own)).device
+        module.register_parameter("byte_guard", nn.Parameter(torch.zeros(1, device=device), requires_grad=False))
+        own.add(module.byte_guard)
+
+
+def packed_checksum(weight: torch.Tensor) -> torch.Tensor:
+    """Block sums, shape (blocks,) int64, over the bytes of a packed weight read as integers."""
+    data = weight.detach().contiguous().view(torch.uint8).flatten()
+    padding = -len(data) % _CHECKSUM_BLOCKS
+    if padding:
+        data = torch.nn.functional.pad(data, (0, padding))
+    return data.view(_CHECKSUM_BLOCKS, -1).sum(dim=1, dtype=torch.int64).cpu()
+
+
+def verify_packed_bytes(model: nn.Module, checksums: dict[str, torch.Tensor]) -> None:
+    """Gather every unit once and compare the packed bytes that arrive with what was there before sharding.
+
+    Raises:
+        RuntimeError: naming the modules whose bytes differ.
+    """
+    packed = packed_modules(model)
+    owners = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    wrong: list[str] = []
+    for owner_name, owner in owners.items():
+        mine = [
+            name for name in checksums if _owner_of(name, owners) == owner_name
+        ]
+        if not mine:
+            continue
+        owner.unshard()
+        wrong += [name for name in mine if not torch.equal(packed_checksum(packed[name].weight), checksums[name])]
+        owner.reshard()
+    if wrong:
+        raise RuntimeError(
+            f"Packed 4-bit weights changed on their way between ranks: {len(wrong)} of {len(checksums)} modules, such as "
+            f"{wrong[0]!r}. Training would run on a corrupted model, so it stops here."
+        )
+
+
+def _owner_of(name: str, owners: dict[str, nn.Module]) -> str:
+    return max((owner for owner in owners if is_inside(name, owner)), key=len)
+
+
+def _check_storage(packed: dict[str, nn.Module]) -> None:
+    integers = [name for name, m in packed.items() if not m.weight.dtype.is_floating_point]
+    if integers:
+        dtype = str(packed[integers[0]].weight.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"Packed 4-bit weights are stored as {dtype} ({len(integers)} modules, such as {integers[0]!r}), which FSDP "
+            "cannot shard: every rank would hold the whole base. Write `bnb_4bit_quant_storage='bfloat16'` (or leave "
+            "it unset), or launch without FSDP."
+        )
+
+
+def _check_trainable_dtypes(model: nn.Module) -> None:
+    dtypes: dict[torch.dtype, str] = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            dtypes.setdefault(p.dtype, name)
+    if len(dtypes) > 1:
+        found = ", ".join(f"{str(d).removeprefix('torch.')} ({name})" for d, name in dtypes.items())
+        raise ValueError(
+            f"Trainable parameters have several dtypes: {found}. FSDP reduces the gradients of a unit in one dtype. "
+            "Cast them to one, or set `adapter_dtype`."
+        )
+
+
+def _register_generate(model: nn.Module) -> None:
+    # `generate` of a PEFT model calls the base model, not the root; with the hook, weights gathered for the root
+    # are gathered once for the whole generation.
+    if hasattr(model, "generate"):
+        register_fsdp_forward_method(model, "generate")
+
+
+def reshard(model: nn.Module) -> None:
+    """Make every unit hold its sharded parameters again.
+
+    A forward pass without a backward one (evaluation, generation) leaves units with `reshard_after_forward=False`
+    gathered. Whoever looks at `model.parameters()` then, such as an optimizer, would get tensors that nothing updates.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` whole, on every rank. A collective where it is sharded: call it on all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,264 @@
+"""Which modules get an adapter: from the model's structure and the user's wishes to an exact list.
+
+`find_structure` looks at how modules contain each other, not at what they are called, so that a model nobody listed
+works. `resolve_lora_targets` turns any target specification of PEFT into the exact modules before PEFT sees it. Both
+work on the meta device, where no weight exists.
+"""
+
+import copy
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from peft import LoraConfig, PeftConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from .logging import get_logger
+
+logger = get_logger(__name__)
+
+ADAPTABLE = (nn.Linear, Conv1D, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LINEAR = (nn.Linear, Conv1D)
+
+
+@dataclass(frozen=True)
+class ModelStructure:
+    """Names of the parts of a (possibly multimodal) causal language model. `""` names the model itself.
+
+    Attributes:
+        language_model: the module that owns the input embedding and the decoder layers.
+        layers: the `nn.ModuleList` of decoder layers.
+        input_embedding: the token embedding.
+        output_head: the module that makes logits, or `None`.
+        side_embeddings: other embeddings of the language model, such as Gemma's per-layer-embedding table.
+        towers: everything that owns parameters outside the language model and the head: vision and audio towers and
+            the connectors behind them.
+    """
+
+    language_model: str
+    layers: str
+    input_embedding: str
+    output_head: str | None
+    side_embeddings: tuple[str, ...]
+    towers: tuple[str, ...]
+
+    def in_language_model(self, name: str) -> bool:
+        return is_inside(name, self.language_model) and name != self.output_head and not self.in_tower(name)
+
+    def in_tower(self, name: str) -> bool:
+        return any(is_inside(name, tower) for tower in self.towers)
+
+
+def is_inside(name: str, parent: str) -> bool:
+    """Whether module or parameter `name` is `parent` or lies under it."""
+    return parent == "" or name == parent or name.startswith(parent + ".")
+
+
+def find_structure(model: nn.Module) -> ModelStructure:
+    """Find the language model, the head and the towers of `model` (a base model, not a `PeftModel`).
+
+    Raises:
+        ValueError: if no module owns both the input embedding and a list of layers.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    embedding = model.get_input_embeddings()
+    if embedding is None or embedding not in names:
+        raise ValueError(f"{type(model).__name__} has no input embedding, so its language model cannot be found.")
+    embedding_name = names[embedding]
+    head = model.get_output_embeddings()
+    head_name = names.get(head) if head is not None else None
+
+    language_model = embedding_name
+    layers = None
+    while layers is None:
+        if language_model == "":
+            raise ValueError(
+                f"No module of {type(model).__name__} owns both the input embedding ({embedding_name!r}) and a list of "
+                "decoder layers, so its language model cannot be found. Pass `language_model_only=False`."
+            )
+        language_model = language_model.rpartition(".")[0]
+        layers = _longest_layer_list(model.get_submodule(language_model))
+    layers_name = names[layers]
+
+    side_embeddings = tuple(
+        name
+        for module, name in names.items()
+        if isinstance(module, nn.Embedding) and is_inside(name, language_model) and module not in (embedding, head)
+        # An embedding inside a decoder layer belongs to that layer.
+        and not is_inside(name, layers_name)
+    )
+    towers = _towers(model, language_model, head_name)
+    if language_model == "" or any(is_inside(tower, language_model) for tower in towers):
+        towers = ()
+    side_embeddings = tuple(n for n in side_embeddings if not any(is_inside(n, t) for t in towers))
+    return ModelStructure(language_model, layers_name, embedding_name, head_name, side_embeddings, towers)
+
+
+def _longest_layer_list(module: nn.Module) -> nn.ModuleList | None:
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList) and any(_has_linear(child) for child in m)]
+    return max(lists, key=len, default=None)
+
+
+def _has_linear(module: nn.Module) -> bool:
+    return any(isinstance(m, LINEAR) for m in module.modules())
+
+
+def _towers(model: nn.Module, language_model: str, head: str | None) -> tuple[str, ...]:
+    """Topmost modules that own parameters and do not contain the language model or the head."""
+    kept = [language_model] + ([head] if head else [])
+    towers: list[str] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        if name in kept:
+            return
+        if name and not any(is_inside(k, name) for k in kept):
+            if any(True for _ in module.parameters()):
+                towers.append(name)
+            return
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+
+    visit("", model)
+    return tuple(towers)
+
+
+def resolve_lora_targets(
+    model: nn.Module,
+    target_modules: list[str] | str,
+    exclude_modules: list[str] | str | None = None,
+    *,
+    language_model_only: bool = True,
+    config: PeftConfig | None = None,
+) -> list[str]:
+    """The exact names of the modules that will get an adapter, in model order.
+
+    Matching is PEFT's own (`check_target_module_exists`), so `"all-linear"`, lists, regular expressions,
+    `layers_to_transform` and `modules_to_save` mean what PEFT documents. Two things are added: towers, connectors and
+    the head are left out unless `language_model_only=False`, and a name that belongs to a wrapper around a linear
+    layer (Gemma 4's clippable linear layers) stands for the linear layer inside, which is what PEFT can adapt.
+
+    Args:
+        config: the PEFT config whose other matching fields count; by default a plain LoRA config.
+
+    Raises:
+        ValueError: if nothing is left to adapt.
+    """
+    structure = find_structure(model)
+    adaptable = {name: module for name, module in model.named_modules() if isinstance(module, ADAPTABLE)}
+    linear = [name for name, module in adaptable.items() if isinstance(module, LINEAR) and name != structure.output_head]
+    everything = isinstance(target_modules, str) and target_modules.lower() == "all-linear"
+    excludes = _as_peft_wants(exclude_modules) or None
+    targets = set(linear) if everything else _as_peft_wants(target_modules)
+    wanted_by = _matcher(config, target_modules=targets, exclude_modules=excludes)
+    allowed_by = _matcher(config, target_modules=r".*", exclude_modules=excludes)
+
+    # A wrapper's name stands for the linear layer it wraps, in targets and in exclusions.
+    def excluded(name: str) -> bool:
+        return not all(check_target_module_exists(allowed_by, alias) for alias in _aliases(model, name))
+
+    def matches(name: str) -> bool:
+        return any(check_target_module_exists(wanted_by, alias) for alias in _aliases(model, name))
+
+    wanted = [name for name in (linear if everything else adaptable) if matches(name) and not excluded(name)]
+    if exclude_modules and not any(excluded(name) for name in adaptable):
+        logger.warning("`lora_exclude_modules=%r` matches no module, so it excludes nothing.", exclude_modules)
+    if not language_model_only:
+        if not wanted:
+            raise ValueError(_nothing_matched(target_modules, exclude_modules, linear))
+        return wanted
+    chosen = [name for name in wanted if structure.in_language_model(name)]
+    if not chosen:
+        raise ValueError(
+            _nothing_matched(target_modules, exclude_modules, [n for n in linear if structure.in_language_model(n)])
+            + (
+                f" {len(wanted)} modules outside the language model match, such as {wanted[0]!r}: "
+                "write `language_model_only=False` to adapt those."
+                if wanted
+                else ""
+            )
+        )
+    return chosen
+
+
+def _matcher(config: PeftConfig | None, **fields) -> PeftConfig:
+    matcher = copy.copy(config) if config is not None else LoraConfig()
+    for name, value in fields.items():
+        setattr(matcher, name, value)
+    return matcher
+
+
+def _aliases(model: nn.Module, name: str) -> list[str]:
+    """`name`, and the name of a module that does nothing but wrap it (one child, no parameters of its own)."""
+    parent_name = name.rpartition(".")[0]
+    if not parent_name:
+        return [name]
+    parent = model.get_submodule(parent_name)
+    wraps_only_this = len(list(parent.children())) == 1 and not isinstance(parent, (nn.ModuleList, nn.Sequential))
+    return [name, parent_name] if wraps_only_this else [name]
+
+
+def _as_peft_wants(modules):
+    return set(modules) if isinstance(modules, (list, tuple, set)) else modules
+
+
+def _nothing_matched(target_modules, exclude_modules, linear: list[str]) -> str:
+    leaves = sorted({name.rpartition(".")[2] for name in linear})
+    asked = [target_modules] if isinstance(target_modules, str) else sorted(target_modules)
+    nearest = sorted({near for name in asked for near in difflib.get_close_matches(name, leaves, n=3, cutoff=0.4)})
+    return (
+        f"No module to adapt: `target_modules={target_modules!r}` with `exclude_modules={exclude_modules or None!r}` "
+        f"matches none of the {len(linear)} linear layers of the language model. "
+        f"Nearest names: {', '.join(nearest or leaves[:12]) or 'none'}. Write 'all-linear' for all of them."
+    )
+
+
+def as_regex(chosen: list[str], all_names: Iterable[str]) -> str | list[str]:
+    """A regular expression that matches exactly `chosen` among `all_names`, or `chosen` itself if none is short.
+
+    A regular expression survives in `adapter_config.json` as one readable line. A list would be shortened by PEFT to
+    suffixes, which may match more in another model class.
+    """
+    forms = sorted({re.sub(r"\\\.\d+(?=\\\.|$)", r"\\.\\d+", re.escape(name)) for name in chosen})
+    common = _common_prefix(forms)
+    pattern = f"{common}(?:{'|'.join(form[len(common) :] for form in forms)})" if len(forms) > 1 else forms[0]
+    if {name for name in all_names if re.fullmatch(pattern, name)} == set(chosen):
+        return pattern
+    return chosen
+
+
+def _common_prefix(forms: list[str]) -> str:
+    """The longest common prefix that ends at an (escaped) dot."""
+    first, last = min(forms), max(forms)
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[: first.rfind(r"\.", 0, length) + 2] if r"\." in first[:length] else ""
+
+
+def resolve_peft_config(model: nn.Module, config: PeftConfig, *, language_model_only: bool = True) -> PeftConfig:
+    """A copy of `config` whose targets are exact. Configs without `target_modules` (prompt tuning) are returned as is.
+
+    Raises:
+        ValueError: see `resolve_lora_targets`.
+    """
+    if not hasattr(config, "target_modules"):
+        return config
+    config = copy.deepcopy(config)
+    if config.target_modules is None and getattr(config, "target_parameters", None):
+        return config
+    targets = config.target_modules if config.target_modules is not None else "all-linear"
+    targets = sorted(targets) if isinstance(targets, set) else targets
+    excludes = getattr(config, "exclude_modules", None)
+    excludes = sorted(excludes) if isinstance(excludes, set) else excludes
+    if not targets:
+        raise ValueError("`target_modules` is empty, so nothing would be trained: write 'all-linear' or module names.")
+    chosen = resolve_lora_targets(
+        model, targets, excludes, language_model_only=language_model_only, config=config
+    )
+    config.target_modules = as_regex(chosen, [name for name, _ in model.named_modules()])
+    config.exclude_modules = None
+    if getattr(config, "layers_to_transform", None) is not None:
+        config.layers_to_transform = config.layers_pattern = None
+    logger.info("Adapters on %d modules: %s", len(chosen), config.target_modules)
+    return config
