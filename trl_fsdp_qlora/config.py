@@ -59,7 +59,7 @@ class QLoRAArguments:
     lora_alpha: int = field(default=32, metadata={"help": "Scale of the adapters (alpha / r)."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters."})
     lora_target_modules: list[str] | str = field(
-        default="all-linear",
+        default_factory=lambda: "all-linear",  # the argument parser drops a plain default of a list field
         metadata={"help": "'all-linear', names (suffix match), or one regular expression (whole-name match)."},
     )
     lora_exclude_modules: list[str] | str = field(
