@@ -47,17 +47,16 @@ LOADING_FIELDS = ("attn_implementation", "per_layer_embedding_device", "tower_de
 
 @dataclass
 class Made:
-    """What a trainer hands to TRL: a model instance, the PEFT config to wrap it with, and the processing class."""
+    """What a trainer hands to TRL: a model instance, and the PEFT config to wrap it with."""
 
     model: PreTrainedModel | PeftModel
     peft_config: PeftConfig | None
-    processing_class: object
 
 
 class QLoRATrainerMixin:
     """Comes before a TRL trainer in the bases; its `__init__` calls `make`, then TRL's, then `finish`."""
 
-    def make(self, model, args, processing_class, quantization_config, peft_config, *, wants_images: bool) -> Made:
+    def make(self, model, args, quantization_config, peft_config) -> Made:
         """Check everything that can be checked, then load or take the model.
 
         Raises:
@@ -76,13 +75,8 @@ class QLoRATrainerMixin:
             args.gradient_checkpointing = True
             check_training_arguments(args)
         if isinstance(model, str):
-            made = self._load(model, args, qlora, quantization_config, peft_config)
-        else:
-            made = self._take(model, args, qlora, quantization_config, peft_config)
-        if processing_class is None:
-            processing_class = load_processing_class(made.model, args, wants_images=wants_images)
-        made.processing_class = processing_class
-        return made
+            return self._load(model, args, qlora, quantization_config, peft_config)
+        return self._take(model, args, qlora, quantization_config, peft_config)
 
     def _load(self, name, args, qlora, quantization_config, peft_config) -> Made:
         kwargs = dict(args.model_init_kwargs or {})
@@ -118,7 +112,7 @@ class QLoRATrainerMixin:
             trust_remote_code=trust,
             **kwargs,
         )
-        return Made(model, resolved, None)
+        return Made(model, resolved)
 
     def _check_quantization(self, quantization_config: BitsAndBytesConfig) -> None:
         storage = quantization_config.bnb_4bit_quant_storage
@@ -153,14 +147,14 @@ class QLoRATrainerMixin:
         check_attention(base, base.config.get_text_config()._attn_implementation)
         keep_packed_bytes(base)
         if is_peft:
-            return Made(model, None, None)
+            return Made(model, None)
         peft_config = peft_config if peft_config is not None else lora_config(qlora)
         if getattr(model, "hf_device_map", None):
             _check_device_map(model.hf_device_map, args.device)
         resolved = resolve_peft_config(model, peft_config, language_model_only=qlora.language_model_only)
         if getattr(model, "quantization_method", None) is None and not _lives_on(model, args.device):
             model.to(args.device)
-        return Made(model, resolved, None)
+        return Made(model, resolved)
 
     @contextmanager
     def _trl_init(self, made: Made, args):
@@ -252,17 +246,23 @@ def set_adapter_dtype(model: PeftModel, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def load_processing_class(model, args, *, wants_images: bool):
-    """The processor if rows hold images, else the tokenizer: text rows must not need vision libraries."""
+def load_processing_class(model: str | PreTrainedModel | PeftModel, args, *, wants_images: bool):
+    """The processor if rows hold images, else the tokenizer: text rows must not need vision libraries.
+
+    Raises:
+        ValueError: if the checkpoint has none.
+    """
+    name = model if isinstance(model, str) else get_config_model_id(model.config)
     kwargs = args.model_init_kwargs or {}
     options = {
         "revision": kwargs.get("revision"),
         "trust_remote_code": kwargs.get("trust_remote_code", getattr(args, "trust_remote_code", False)),
     }
-    name = get_config_model_id(model.config)
-    loader = AutoProcessor if wants_images else AutoTokenizer
+    if isinstance(model, str):
+        # Says it better than the tokenizer's loader where there is no such checkpoint.
+        inspect_checkpoint(name, **options)
     try:
-        return loader.from_pretrained(name, **options)
+        return (AutoProcessor if wants_images else AutoTokenizer).from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"No {'processor' if wants_images else 'tokenizer'} in {name!r}: {str(error).splitlines()[0]} "

@@ -72,6 +72,18 @@ def _problem(value, column: str) -> str | None:
     return None
 
 
+def check_chat_template(dataset, name: str, processing_class, chat_template_path: str | None) -> None:
+    """Raise `ValueError` for rows of messages when nothing says how to turn messages into text."""
+    if chat_template_path is not None or getattr(processing_class, "chat_template", None) is not None:
+        return
+    first = next(iter(dataset), {})
+    if "input_ids" not in first and any(isinstance(first.get(column), list) for column in CHAT_COLUMNS):
+        raise ValueError(
+            f"`{name}` holds messages, but the tokenizer has no chat template. Set `chat_template_path` to a Jinja file "
+            "or to a model that has one, or give rows as text (`text`, or `prompt` and `completion` strings)."
+        )
+
+
 def has_images(dataset: Dataset | IterableDataset | None) -> bool:
     """Whether rows carry images, by column name as TRL decides it."""
     columns = getattr(dataset, "column_names", None)

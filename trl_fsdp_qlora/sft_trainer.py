@@ -4,10 +4,10 @@ from datasets import Dataset, IterableDataset
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import get_config_model_id
 
-from .base_trainer import QLoRATrainerMixin
+from .base_trainer import QLoRATrainerMixin, load_processing_class
 from .chat_masks import add_assistant_masks, needs_rendered_masks
 from .config import QLoRASFTConfig
-from .data_checks import check_rows, has_images
+from .data_checks import check_chat_template, check_rows, has_images
 
 
 class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
@@ -52,20 +52,18 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
             args = QLoRASFTConfig(f"{name.split('/')[-1]}-SFT")
         elif not isinstance(args, SFTConfig):
             args = QLoRASFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
-        text_field = args.dataset_text_field
-        if formatting_func is None and not (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
-            check_rows(train_dataset, "train_dataset", text_field)
-            for key, dataset in _named(eval_dataset).items():
-                check_rows(dataset, f"eval_dataset[{key!r}]" if key else "eval_dataset", text_field)
-        made = self.make(
-            model,
-            args,
-            processing_class,
-            quantization_config,
-            peft_config,
-            wants_images=has_images(train_dataset),
-        )
-        self._masks_from_rendering = args.assistant_only_loss and needs_rendered_masks(made.processing_class)
+        datasets = {"train_dataset": train_dataset, **_named(eval_dataset)}
+        prepared_by_user = formatting_func is not None or (args.dataset_kwargs or {}).get("skip_prepare_dataset")
+        if not prepared_by_user:
+            for name, dataset in datasets.items():
+                check_rows(dataset, name, args.dataset_text_field)
+        if processing_class is None:
+            processing_class = load_processing_class(model, args, wants_images=has_images(train_dataset))
+        if not prepared_by_user:
+            for name, dataset in datasets.items():
+                check_chat_template(dataset, name, processing_class, args.chat_template_path)
+        self._masks_from_rendering = args.assistant_only_loss and needs_rendered_masks(processing_class)
+        made = self.make(model, args, quantization_config, peft_config)
         with self._trl_init(made, args), _assistant_only_loss_done_here(args, self._masks_from_rendering):
             super().__init__(
                 model=made.model,
@@ -73,7 +71,7 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
                 data_collator=data_collator,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
-                processing_class=made.processing_class,
+                processing_class=processing_class,
                 compute_loss_func=compute_loss_func,
                 compute_metrics=compute_metrics,
                 callbacks=callbacks,
@@ -102,10 +100,12 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
         return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
 
 
-def _named(datasets) -> dict[str, Dataset | IterableDataset]:
-    if datasets is None:
+def _named(eval_dataset) -> dict[str, Dataset | IterableDataset]:
+    if eval_dataset is None:
         return {}
-    return dict(datasets) if isinstance(datasets, dict) else {"": datasets}
+    if isinstance(eval_dataset, dict):
+        return {f"eval_dataset[{key!r}]": dataset for key, dataset in eval_dataset.items()}
+    return {"eval_dataset": eval_dataset}
 
 
 class _assistant_only_loss_done_here:
