@@ -31,6 +31,7 @@ from .config import (
 from .loading import check_attention, inspect_checkpoint, keep_packed_bytes, load_model, quantization_from
 from .logging import get_logger
 from .placement import placement_table
+from .streaming import ShardOf
 from .targets import resolve_peft_config
 
 logger = get_logger(__name__)
@@ -110,9 +111,24 @@ class QLoRATrainerMixin:
             tower_device=qlora.tower_device,
             revision=revision,
             trust_remote_code=trust,
+            shard=self._shard_while_loading(args, resolved),
             **kwargs,
         )
         return Made(model, resolved)
+
+    def _shard_while_loading(self, args, peft_config: PeftConfig) -> ShardOf | None:
+        """This rank's shard, unless something still has to see whole weights before they are laid over the ranks."""
+        needs_whole_weights = (
+            getattr(peft_config, "use_dora", False)
+            or getattr(peft_config, "init_lora_weights", True) not in (True, False, "gaussian", "orthogonal")
+            or getattr(peft_config, "modules_to_save", None)
+            or getattr(peft_config, "trainable_token_indices", None)
+            or not isinstance(peft_config, LoraConfig)
+            or getattr(args, "chat_template_path", None)  # may resize embeddings
+        )
+        if args.world_size == 1 or not self.sharding_request.fsdp or needs_whole_weights:
+            return None
+        return ShardOf(args.process_index, args.world_size)
 
     def _check_quantization(self, quantization_config: BitsAndBytesConfig) -> None:
         storage = quantization_config.bnb_4bit_quant_storage

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 
 from .logging import get_logger
 from .placement import attach_host_modules, choose_host_modules
+from .streaming import ShardOf, keeping_own_shards
 from .targets import ModelStructure, find_structure
 
 logger = get_logger(__name__)
@@ -86,6 +87,7 @@ def load_model(
     tower_device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    shard: ShardOf | None = None,
     **from_pretrained_kwargs,
 ) -> PreTrainedModel:
     """Load a checkpoint, its language model in 4 bit if asked, each part on its device.
@@ -99,6 +101,8 @@ def load_model(
         attn_implementation: for the language model; towers take their own default.
         device: where the model trains; by default the current accelerator, else the CPU.
         per_layer_embedding_device, tower_device: see `QLoRAArguments`.
+        shard: of every large tensor keep this shard only. The model computes nothing until `sharding.shard_model`
+            has laid it over the ranks.
 
     Raises:
         ValueError: for a missing checkpoint, a damaged file, or an attention that cannot serve the head dimension.
@@ -128,7 +132,8 @@ def load_model(
     place = str(device) if device.index is None else f"{device.type}:{device.index}"
     device_map = {"": place, **dict.fromkeys(host_modules, "cpu")}
 
-    with _placed_by_us(), _errors_name_the_file(checkpoint.name):
+    shards = keeping_own_shards(shard, structure, host_modules)
+    with _placed_by_us(), _errors_name_the_file(checkpoint.name), shards:
         model = checkpoint.architecture.from_pretrained(
             checkpoint.name,
             config=copy.deepcopy(checkpoint.config),

@@ -24,15 +24,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from . import streaming
 from .logging import get_logger
 from .placement import host_parameters
 from .targets import find_structure, is_inside
 
 logger = get_logger(__name__)
-
-# Bytes of a checksum block: position-aware, so that swapped shards are noticed as well as changed bytes.
-_CHECKSUM_BLOCKS = 256
-
 
 @dataclass(frozen=True)
 class ShardingRequest:
@@ -174,13 +171,14 @@ def shard_model(
 
     packed = packed_modules(model)
     _check_storage(packed)
-    checksums = {name: packed_checksum(module.weight) for name, module in packed.items()}
+    checksums = {name: _checksum_of(module) for name, module in packed.items()}
+    loaded = streaming.full_shapes_on_meta(model)
     ignored = host_parameters(model) | _frozen_towers(base)
     managed: set[nn.Parameter] = set(ignored)
     for unit in find_units(base, request.unit_classes):
         own = _unmanaged(unit, managed)
         if own:
-            _guard_bytes(unit[0], own, packed)
+            _guard_bytes(unit[0], own, packed, mesh.device_type)
             fully_shard(
                 unit if len(unit) > 1 else unit[0],
                 # Kept for the head, which reads the tied weight after the last layer.
@@ -189,8 +187,10 @@ def shard_model(
                 **options,
             )
         managed |= own
-    _guard_bytes(model, _unmanaged([model], managed), packed)
+    _guard_bytes(model, _unmanaged([model], managed), packed, mesh.device_type)
     fully_shard(model, ignored_params=ignored, **options)
+    home = torch.device("cpu") if request.offload_params else torch.device(mesh.device_type)
+    streaming.put_shards_in_place(loaded, mesh, home)
     _register_generate(model)
     verify_packed_bytes(model, checksums)
     return model
@@ -259,7 +259,7 @@ def _unmanaged(modules: list[nn.Module], managed: set[nn.Parameter]) -> set[nn.P
     return {p for module in modules for p in module.parameters() if p not in managed and not isinstance(p, DTensor)}
 
 
-def _guard_bytes(module: nn.Module, own: set[nn.Parameter], packed: dict[str, nn.Module]) -> None:
+def _guard_bytes(module: nn.Module, own: set[nn.Parameter], packed: dict[str, nn.Module], device_type: str) -> None:
     """Add one frozen fp32 number to a unit that would otherwise be all of one 16-bit dtype and hold packed bytes.
 
     FSDP2 gathers a unit of several dtypes as bytes. A unit of one dtype is copied as numbers of that dtype, and on
@@ -268,18 +268,15 @@ def _guard_bytes(module: nn.Module, own: set[nn.Parameter], packed: dict[str, nn
     """
     holds_packed = any(m.weight in own for m in packed.values())
     if holds_packed and len({p.dtype for p in own}) == 1:
-        device = next(iter(own)).device
-        module.register_parameter("byte_guard", nn.Parameter(torch.zeros(1, device=device), requires_grad=False))
+        guard = torch.zeros(1, dtype=torch.float32, device=device_type)
+        module.register_parameter("byte_guard", nn.Parameter(guard, requires_grad=False))
         own.add(module.byte_guard)
 
 
-def packed_checksum(weight: torch.Tensor) -> torch.Tensor:
-    """Block sums, shape (blocks,) int64, over the bytes of a packed weight read as integers."""
-    data = weight.detach().contiguous().view(torch.uint8).flatten()
-    padding = -len(data) % _CHECKSUM_BLOCKS
-    if padding:
-        data = torch.nn.functional.pad(data, (0, padding))
-    return data.view(_CHECKSUM_BLOCKS, -1).sum(dim=1, dtype=torch.int64).cpu()
+def _checksum_of(module: nn.Module) -> torch.Tensor:
+    """Of the whole weight: taken while loading where only a shard of it was kept."""
+    known = getattr(module, "checksum_before_sharding", None)
+    return streaming.packed_checksum(module.weight) if known is None else known
 
 
 def verify_packed_bytes(model: nn.Module, checksums: dict[str, torch.Tensor]) -> None:
@@ -298,7 +295,7 @@ def verify_packed_bytes(model: nn.Module, checksums: dict[str, torch.Tensor]) ->
         if not mine:
             continue
         owner.unshard()
-        wrong += [name for name in mine if not torch.equal(packed_checksum(packed[name].weight), checksums[name])]
+        wrong += [name for name in mine if not torch.equal(streaming.packed_checksum(packed[name].weight), checksums[name])]
         owner.reshard()
     if wrong:
         raise RuntimeError(
