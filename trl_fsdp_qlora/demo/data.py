@@ -59,7 +59,10 @@ bird seed, eye drops, shaving cream, dance classes, hiking boots, a wool hat, zo
 a travel guide, poster prints, carpet cleaning, a hostel bed, a fishing rod, a museum guide, garden gloves, a bread knife, table cloths, a cat basket
 """
 
-SMALL = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
+SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+).split()
 TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
@@ -117,3 +120,20 @@ def _rows(items, count, seed):
             notes.add(note)
             rows.append(row)
     return rows
+
+
+def training_rows(count: int = 224, seed: int = 0) -> list[dict]:
+    """`count` conversational prompt/completion rows about the training items."""
+    return _rows(_items(TRAIN_ITEMS), count, seed)
+
+
+def held_out_rows(count: int = 31, seed: int = 0) -> list[dict]:
+    """`count` rows about items that no training row mentions.
+
+    Raises:
+        ValueError: if the word lists overlap, so that a held-out answer could be recited.
+    """
+    shared = set(_items(TRAIN_ITEMS)) & set(_items(HELD_OUT_ITEMS))
+    if shared:
+        raise ValueError(f"Training and held-out items overlap: {', '.join(sorted(shared))}.")
+    return _rows(_items(HELD_OUT_ITEMS), count, seed)
