@@ -5,7 +5,7 @@ Overridden of `transformers.Trainer`, and why:
 - `create_accelerator_and_postprocess`: accelerate must not wrap the model (no FSDP, no DDP): `sharding` does it.
 - `create_optimizer`: an evaluation before training leaves units gathered; the optimizer must get the shards.
 - `_move_model_to_device`: the parts of the model are already where they belong.
-- `save_model`: adapters only, gathered on every rank.
+- what `checkpoint.CheckpointMixin` lists.
 """
 
 import os
@@ -20,6 +20,7 @@ from transformers import AutoProcessor, AutoTokenizer, BitsAndBytesConfig, PreTr
 from trl.trainer.utils import get_config_model_id
 
 from . import sharding
+from .checkpoint import CheckpointMixin
 from .config import (
     DTYPES,
     QLoRAArguments,
@@ -31,6 +32,7 @@ from .config import (
 from .loading import check_attention, inspect_checkpoint, keep_packed_bytes, load_model, quantization_from
 from .logging import get_logger
 from .placement import placement_table
+from .ranks import Ranks
 from .streaming import ShardOf
 from .targets import resolve_peft_config
 
@@ -54,7 +56,7 @@ class Made:
     peft_config: PeftConfig | None
 
 
-class QLoRATrainerMixin:
+class QLoRATrainerMixin(CheckpointMixin):
     """Comes before a TRL trainer in the bases; its `__init__` calls `make`, then TRL's, then `finish`."""
 
     def make(self, model, args, quantization_config, peft_config) -> Made:
@@ -196,6 +198,7 @@ class QLoRATrainerMixin:
     def finish(self, made: Made) -> None:
         """After TRL's `__init__`: adapter dtype, then the ranks, then say what is where."""
         qlora = qlora_arguments(self.args)
+        self.ranks = Ranks(self.args.ddp_timeout)
         if made.peft_config is not None:
             set_adapter_dtype(self.model, DTYPES[qlora.adapter_dtype])
         if self.args.world_size > 1:
@@ -223,19 +226,6 @@ class QLoRATrainerMixin:
 
     def _move_model_to_device(self, model, device):
         pass
-
-    def save_model(self, output_dir=None, _internal_call=False):
-        """Gather the adapter on every rank, then let rank 0 write it. Call it on all ranks."""
-        from peft import get_peft_model_state_dict
-
-        sharding.reshard(self.model)
-        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        state_dict = {name: sharding.full_tensor(p.detach()).cpu() for name, p in trained.items()}
-        if self.args.should_save:
-            state_dict = get_peft_model_state_dict(self.model, state_dict=state_dict)
-            self._save(output_dir or self.args.output_dir, state_dict=state_dict)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save")
 
 
 def qlora_arguments(args) -> QLoRAArguments:

@@ -38,6 +38,8 @@ class QLoRAArguments:
         per_layer_embedding_device, tower_device: where the per-layer-embedding table and the towers live. `"auto"`
             keeps them in host memory whenever the model trains on an accelerator: only the rows of a batch travel,
             and a tower moves in when a batch has something for it.
+        force_resume: resume although the checkpoint records another base model, quantisation, adapter scale, number of rows
+            a step or of training rows; each difference is then a warning instead of an error.
     """
 
     load_in_4bit: bool = field(
@@ -79,6 +81,9 @@ class QLoRAArguments:
     )
     tower_device: Literal["auto", "cpu", "accelerator"] = field(
         default="auto", metadata={"help": "Where vision and audio towers live until a batch needs them."}
+    )
+    force_resume: bool = field(
+        default=False, metadata={"help": "Resume although base model, quantisation, adapter scale or batch differ."}
     )
 
     def __post_init__(self):

@@ -1,0 +1,326 @@
+"""Checkpoints that any number of ranks can resume.
+
+Overridden of `transformers.Trainer`, and why:
+
+- `save_model`: adapters only, gathered on every rank, each file written whole. Every rank must call it.
+- `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`: a checkpoint is filled beside its place and renamed; only
+  then is it uploaded, and older ones are removed.
+- `create_model_card`: a full disk there must not leave the other ranks waiting.
+- `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`: optimizer state whole and by parameter name.
+- `_save_rng_state`, `_load_rng_state`: random numbers of every rank in one file, and the completions GRPO still holds.
+- `train`: checks a checkpoint before anything is loaded from it; takes an adapter alone as a starting point.
+- `_load_from_checkpoint`, `_load_best_model`: adapters into the parameters as they lie over the ranks.
+
+The data position, the schedule, callbacks, the best metric and the gradient scaler are transformers', unchanged.
+"""
+
+import json
+import os
+import pickle
+import shutil
+
+import torch
+from accelerate.utils import gather_object
+from transformers import set_seed
+
+from . import provenance, rollout_buffer, staging, training_state
+from .logging import get_logger
+
+logger = get_logger(__name__)
+
+SCHEDULER_FILE, RANDOM_FILE, STATE_FILE = "scheduler.pt", "rng_state.json", "trainer_state.json"
+
+
+class CheckpointMixin:
+    """Comes before a `transformers.Trainer` in the bases. Needs `self.ranks`, made on all ranks before training."""
+
+    _staged_run = None  # where checkpoint-N is being filled, during `_save_checkpoint`
+
+    # --- saving ---
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """Write the adapter, its configuration and the tokenizer or processor to `output_dir`. Call it on all ranks.
+
+        Raises:
+            RuntimeError: if not every rank calls it.
+            OSError: if the folder cannot be written; the files that were there are then as they were.
+        """
+        output_dir = output_dir or self.args.output_dir
+        if self._staged_run:  # called by `_save_checkpoint`, where all ranks are
+            adapters = training_state.gather_adapters(self.model)
+            self._attempt(lambda: self._write_model(output_dir, adapters))
+            return
+        self.ranks.meet(f"`save_model({output_dir!r})`")
+        adapters = training_state.gather_adapters(self.model)
+        self._failure = None
+        self._attempt(lambda: self._replace_model(output_dir, adapters))
+        self._raise_together(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _replace_model(self, output_dir: str, adapters: dict[str, torch.Tensor]) -> None:
+        try:
+            staged = os.path.join(staging.start_staging(output_dir), "model")
+            os.makedirs(staged)
+            readme = os.path.join(output_dir, "README.md")  # PEFT adds to a model card that is there
+            if os.path.isfile(readme):
+                shutil.copy(readme, staged)
+            self._write_model(staged, adapters)
+            provenance.write_record(staged, self._record())
+            staging.flush(staged)
+            staging.publish_files(staged, output_dir)
+        finally:
+            staging.end_staging(output_dir)
+
+    def _write_model(self, folder: str, adapters: dict[str, torch.Tensor]) -> None:
+        for config in self.model.peft_config.values():
+            config.revision = config.revision or self._revision
+        self.model.save_pretrained(folder, state_dict=adapters, save_embedding_layers=False)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        # Not pickled, as transformers does: that holds the hub's token in clear, and only code can read it.
+        arguments = json.loads(json.dumps(self.args.to_dict(), default=str))
+        staging.write_json(os.path.join(folder, "training_args.json"), arguments)
+
+    def _save_checkpoint(self, model, trial):
+        run_dir = self._get_output_dir(trial)
+        name = f"checkpoint-{self.state.global_step}"
+        final = os.path.join(run_dir, name)
+        self.ranks.meet(f"saving {final}")
+        state = training_state.random_state()
+        self._random_states = gather_object([state]) if self.args.world_size > 1 else [state]
+        self._rollout_buffer = rollout_buffer.gather_buffer(self)
+        self._failure = None
+        self._staged_run = os.path.join(run_dir, staging.STAGING)
+        try:
+            self._attempt(lambda: staging.start_staging(run_dir))
+            best = self._best_checkpoint(run_dir)
+            try:
+                super()._save_checkpoint(model, trial)
+            except Exception as error:
+                if not self.args.should_save:
+                    raise
+                self._failure = self._failure or error
+            self.state.best_model_checkpoint = best
+            self._attempt(lambda: self._finish_checkpoint(os.path.join(self._staged_run, name), final))
+        finally:
+            self._staged_run = None
+        if self._failure is not None and self.args.should_save:
+            staging.end_staging(run_dir)
+        self._raise_together(final)
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(final)
+        if self.args.should_save:
+            staging.rotate(run_dir, self.args.save_total_limit, {final, best or final})
+            staging.end_staging(run_dir)
+
+    def _finish_checkpoint(self, staged: str, final: str) -> None:
+        self.state.save_to_json(os.path.join(staged, STATE_FILE))  # anew: transformers saw the best one under `_saving`
+        staging.flush(staged)
+        provenance.write_record(staged, self._record())
+        staging.flush(staged)
+        staging.publish(staged, final)
+
+    def _best_checkpoint(self, run_dir: str) -> str | None:
+        step = self.state.best_global_step
+        path = os.path.join(run_dir, f"checkpoint-{step}")
+        if step and (step == self.state.global_step or os.path.isdir(path)):
+            return path
+        return self.state.best_model_checkpoint
+
+    def _get_output_dir(self, trial):
+        return self._staged_run or super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        pass  # `_save_checkpoint` calls transformers' once the folder is in its place
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        tensors, metadata = training_state.gather_optimizer(self._bare_optimizer(), self.model)
+
+        def write():
+            training_state.save_optimizer(tensors, metadata, os.path.join(output_dir, training_state.OPTIMIZER_FILE))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
+
+        self._attempt(write)
+
+    def _save_rng_state(self, output_dir):
+        def write():
+            staging.write_json(os.path.join(output_dir, RANDOM_FILE), {"ranks": self._random_states})
+            if self._rollout_buffer is not None:
+                rollout_buffer.save_buffer(self._rollout_buffer, output_dir)
+
+        self._attempt(write)
+
+    def create_model_card(self, *args, **kwargs):
+        if self._staged_run:
+            self._attempt(lambda: super(CheckpointMixin, self).create_model_card(*args, **kwargs))
+        else:
+            super().create_model_card(*args, **kwargs)
+
+    def _attempt(self, write) -> None:
+        """Run `write` where files are written. A failure waits there until all ranks are past their collectives."""
+        if not self.args.should_save or self._failure is not None:
+            return
+        try:
+            write()
+        except Exception as error:
+            self._failure = error
+
+    def _raise_together(self, path: str) -> None:
+        failure = self._failure
+        told = self.ranks.hear("" if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is None and not told:
+            return
+        message = f"{path} could not be written ({told or failure}). What was there before is as it was. Free space or choose another folder."
+        if failure is not None and not _is_about_files(failure):
+            raise failure
+        raise OSError(message) from failure
+
+    def _record(self) -> dict:
+        rows = getattr(self.train_dataset, "__len__", None)
+        return {
+            "base": self._base,
+            "quantization": provenance.describe_quantization(self.model),
+            "world_size": self.args.world_size,
+            "rows_per_step": provenance.rows_per_step(self.args),
+            "train_rows": rows() if rows else None,
+        }
+
+    @property
+    def _base(self) -> dict:
+        if not hasattr(self, "_base_description"):
+            self._base_description = provenance.describe_base(self.model, self._revision)
+        return self._base_description
+
+    @property
+    def _revision(self) -> str | None:
+        return (self.args.model_init_kwargs or {}).get("revision")
+
+    def _bare_optimizer(self):
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    # --- resuming ---
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """`transformers.Trainer.train`, whose `resume_from_checkpoint` may also be a folder with an adapter alone.
+
+        Raises:
+            ValueError: if the checkpoint is not whole, is from a newer version, or was trained on or with something else.
+        """
+        return super().train(self._check_start(resume_from_checkpoint), *args, **kwargs)
+
+    def _check_start(self, start) -> str | None:
+        if start in (None, False, "False", "false"):
+            return None
+        folder = self._newest_checkpoint() if start in (True, "True", "true") else os.fspath(start)
+        if not os.path.isdir(folder):
+            raise ValueError(f"`resume_from_checkpoint={folder!r}` is no folder that rank {self.ranks.rank} can see.")
+        record = provenance.read_record(folder)
+        self._refuse_differences(folder, record)
+        if record is not None and os.path.isfile(os.path.join(folder, STATE_FILE)):
+            return folder
+        self._load_from_checkpoint(folder)
+        logger.warning(
+            "%s holds %s: training starts from its adapter, with a new optimizer, schedule and data order.",
+            folder, "an adapter and no training state" if record else "what other tools wrote, of which only the adapter is read",
+        )  # fmt: skip
+        return None
+
+    def _newest_checkpoint(self) -> str:
+        run_dir = self.args.output_dir
+        self.ranks.meet("`train(resume_from_checkpoint=True)`")
+        if self.args.should_save:
+            staging.rescue(run_dir, provenance.is_complete)
+        newest = ""
+        if self.ranks.rank == 0:
+            found = staging.checkpoints(run_dir)
+            complete = [path for path in found if provenance.is_complete(path)]
+            if complete and complete[-1] != found[-1]:
+                logger.warning("%s is not a whole checkpoint of ours; resuming from %s.", found[-1], complete[-1])
+            newest = (complete or found or [""])[-1]
+        newest = self.ranks.hear(newest)
+        if not newest:
+            raise ValueError(
+                f"`resume_from_checkpoint=True`, but `output_dir={run_dir!r}` has no folder checkpoint-N. Leave it out to start "
+                "anew, or write the path of a checkpoint."
+            )
+        return newest
+
+    def _refuse_differences(self, folder: str, record: dict | None) -> None:
+        differences = []
+        for adapter, own in training_state.adapter_folders(self.model, folder).items():
+            if os.path.isfile(os.path.join(own, "adapter_model.bin")) and not os.path.isfile(
+                os.path.join(own, training_state.ADAPTER_FILE)
+            ):
+                raise ValueError(f"{own} holds adapter_model.bin, a pickle, which is not read. Save the adapter as safetensors.")
+            differences += provenance.adapter_differences(own, self.model.peft_config[adapter])
+        if record is not None:
+            differences += provenance.base_differences(record["base"], self._base)
+            differences += provenance.quantization_differences(
+                record["quantization"], provenance.describe_quantization(self.model)
+            )
+            if os.path.isfile(os.path.join(folder, STATE_FILE)):
+                differences += self._differences_of_position(record)
+        if not differences:
+            return
+        what = f"{folder} was trained with other settings: {'; '.join(differences)}."
+        if getattr(self.args, "force_resume", False):
+            logger.warning("%s Going on, because `force_resume=True`.", what)
+            return
+        raise ValueError(f"{what} Write the settings of the checkpoint, or `force_resume=True` to go on regardless.")
+
+    def _differences_of_position(self, record: dict) -> list[str]:
+        differences = provenance.rows_differences(record.get("rows_per_step"), provenance.rows_per_step(self.args))
+        saved, here = record.get("train_rows"), self._record()["train_rows"]
+        if saved != here and not self.args.ignore_data_skip:
+            differences.append(f"{saved} training rows, here {here}: the position in the data would not fit")
+        return differences
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        folders = training_state.adapter_folders(self.model, resume_from_checkpoint)
+        for adapter, folder in folders.items():
+            training_state.load_adapter(self.model, adapter, folder)
+
+    def _load_best_model(self):
+        best = self.state.best_model_checkpoint
+        logger.info("Loading the best adapter from %s (score: %s).", best, self.state.best_metric)
+        self._load_from_checkpoint(best)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        if checkpoint is not None:
+            path = os.path.join(checkpoint, training_state.OPTIMIZER_FILE)
+            if os.path.isfile(path):
+                training_state.load_optimizer(
+                    self._bare_optimizer(), self.model, path, rank=self.ranks.rank, world_size=self.ranks.size
+                )
+                self.lr_scheduler.load_state_dict(_load_plain(os.path.join(checkpoint, SCHEDULER_FILE)))
+            else:
+                logger.warning("%s was saved with `save_only_model=True`: the optimizer and the schedule start anew.", checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)  # what TRL's trainers keep beside it
+
+    def _load_rng_state(self, checkpoint):
+        path = os.path.join(checkpoint, RANDOM_FILE) if checkpoint is not None else ""
+        if not os.path.isfile(path):
+            return
+        states = provenance.read_json(path)["ranks"]
+        if self.ranks.rank < len(states):
+            training_state.set_random_state(states[self.ranks.rank])
+        else:  # a rank that was not there: numbers of its own, the same at every resume
+            set_seed(self.args.seed + 1000 * self.state.global_step + self.ranks.rank)
+        if len(states) != self.ranks.size:
+            logger.info("Saved with %d ranks, resumed with %d: dropout and sampling draw other numbers.", len(states), self.ranks.size)
+        rollout_buffer.load_buffer(self, checkpoint)
+
+
+def _is_about_files(error: Exception) -> bool:
+    return isinstance(error, OSError) or type(error).__name__ == "SafetensorError"
+
+
+def _load_plain(path: str) -> dict:
+    """`torch.load` of numbers and containers; whatever else a pickle may hold is refused."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing.") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} is damaged or holds more than numbers: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,79 @@
+"""GRPO's generated completions that are not used up when a checkpoint is written.
+
+A trainer that makes several steps from one generation (`num_iterations`, or `steps_per_generation` beyond the accumulated
+batches) holds the rest in a buffer. Without it a resumed run would generate anew in mid-cycle and train on other rows.
+"""
+
+import json
+import os
+
+import torch
+from accelerate.utils import gather_object
+from safetensors.torch import save_file
+
+from .logging import get_logger
+from .training_state import open_tensors
+
+logger = get_logger(__name__)
+
+BUFFER_FILE = "rollout_buffer.safetensors"
+
+
+def gather_buffer(trainer) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
+    """The buffers of all ranks, or `None` for a trainer without one. Call it on all ranks."""
+    if not hasattr(trainer, "_buffered_inputs"):
+        return None
+    args = trainer.args
+    position = trainer._step % (args.steps_per_generation * trainer.num_iterations)
+    buffer = (trainer._buffered_inputs or []) if position else []
+    tensors = {f"{i}/{k}": v.cpu() for i, batch in enumerate(buffer) for k, v in batch.items() if isinstance(v, torch.Tensor)}
+    others = {f"{i}/{k}": v for i, batch in enumerate(buffer) for k, v in batch.items() if not isinstance(v, torch.Tensor)}
+    own = (tensors, others, len(buffer))
+    gathered = gather_object([own]) if args.world_size > 1 else [own]
+    try:
+        metadata = {
+            "step": str(trainer._step),
+            "world_size": str(args.world_size),
+            "batches": str(len(buffer)),
+            "others": json.dumps([others for _, others, _ in gathered]),
+        }
+    except TypeError:  # such as images that wait for their processor
+        logger.warning("The rollout buffer holds what no JSON can carry; a run resumed here generates its completions anew.")
+        return {}, {"step": str(trainer._step), "world_size": str(args.world_size), "batches": "0", "others": "[]"}
+    return {f"{rank}/{key}": t.contiguous() for rank, (ts, _, _) in enumerate(gathered) for key, t in ts.items()}, metadata
+
+
+def save_buffer(gathered: tuple[dict[str, torch.Tensor], dict[str, str]], folder: str) -> None:
+    tensors, metadata = gathered
+    save_file(tensors or {"empty": torch.zeros(0)}, os.path.join(folder, BUFFER_FILE), metadata=metadata)
+
+
+def load_buffer(trainer, folder: str) -> None:
+    """Put the trainer back in its generation cycle, where `folder` holds a buffer for its number of ranks."""
+    path = os.path.join(folder, BUFFER_FILE)
+    if not hasattr(trainer, "_buffered_inputs") or not os.path.isfile(path):
+        return
+    args = trainer.args
+    with open_tensors(path) as file:
+        metadata = file.metadata()
+        trainer._step = int(metadata["step"])
+        count, others = int(metadata["batches"]), json.loads(metadata["others"])
+        if count == 0:
+            return
+        if int(metadata["world_size"]) != args.world_size or count != args.steps_per_generation:
+            logger.warning(
+                "The checkpoint holds completions for %s ranks and %d steps a generation, this run has %d and %d: they are "
+                "generated anew for the rest of the cycle.",
+                metadata["world_size"], count, args.world_size, args.steps_per_generation,
+            )  # fmt: skip
+            return
+        buffer: list[dict] = [{} for _ in range(count)]
+        mine = f"{args.process_index}/"
+        for key in file.keys():
+            if key.startswith(mine):
+                index, _, name = key.removeprefix(mine).partition("/")
+                buffer[int(index)][name] = file.get_tensor(key).to(args.device)
+        for key, value in others[args.process_index].items():
+            index, _, name = key.partition("/")
+            buffer[int(index)][name] = value
+    trainer._buffered_inputs = buffer
