@@ -1,0 +1,112 @@
+"""A Gemma 4 decoder layer from fused operations: what its own forward computes, in a quarter of the launches.
+
+Shapes: B batch, S sequence, H query heads, K key/value heads, D head dimension.
+"""
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer, eager_attention_forward
+
+from .gated_gelu import gated_gelu, split_gated_gelu
+from .joined_layers import JoinedLayers, unknown_kind
+from .norm_rotary import norm_rotary
+from .rms_norm import add_rms_norm, rms_norm
+
+ACTIVATION = "gelu_pytorch_tanh"
+
+
+def why_not(layer: Gemma4TextDecoderLayer) -> str | None:
+    """Why `layer` cannot be fused, or None."""
+    if layer.enable_moe_block:
+        return "experts"
+    if layer.config.hidden_activation != ACTIVATION:
+        return f"activation {layer.config.hidden_activation}"
+    norms = [module for module in layer.modules() if type(module).__name__ == "Gemma4RMSNorm"]
+    if any(p.requires_grad for norm in norms for p in norm.parameters()):
+        return "norms that train"
+    return next((reason for linear in _linears(layer) if (reason := unknown_kind(linear))), None)
+
+
+def fuse(layer: Gemma4TextDecoderLayer) -> None:
+    """Give `layer` the fused forward, in place. Its class keeps its name, which FSDP settings may mention."""
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv = [attention.q_proj]
+    if not attention.is_kv_shared_layer:
+        qkv += [attention.k_proj] + ([attention.v_proj] if attention.v_proj is not None else [])
+    layer.joined_qkv = JoinedLayers(qkv)
+    layer.joined_o = JoinedLayers([attention.o_proj])
+    layer.joined_gate_up = JoinedLayers([mlp.gate_proj, mlp.up_proj])
+    layer.joined_down = JoinedLayers([mlp.down_proj])
+    if layer.hidden_size_per_layer_input:
+        layer.joined_ple_gate = JoinedLayers([layer.per_layer_input_gate])
+        layer.joined_ple_out = JoinedLayers([layer.per_layer_projection])
+    layer.__class__ = FusedGemma4TextDecoderLayer
+
+
+def _linears(layer):
+    return [m for name, m in layer.named_modules() if name.endswith(("_proj", "per_layer_input_gate", "per_layer_projection"))]
+
+
+class FusedGemma4TextDecoderLayer(Gemma4TextDecoderLayer):
+    def forward(
+        self, hidden_states, per_layer_input=None, shared_kv_states=None, position_embeddings=None, attention_mask=None, **kwargs
+    ):
+        if kwargs.get("cache") is not None or kwargs.get("past_key_values") is not None:
+            return super().forward(
+                hidden_states,
+                per_layer_input,
+                shared_kv_states=shared_kv_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                **kwargs,
+            )
+        x = rms_norm(hidden_states, self.input_layernorm.weight, self.input_layernorm.eps)
+        x = self._attend(x, shared_kv_states, position_embeddings, attention_mask, kwargs)
+        hidden_states = _add(self.post_attention_layernorm, hidden_states, self.joined_o(x))
+
+        x = rms_norm(hidden_states, self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm.eps)
+        gate_up = self.joined_gate_up(x)
+        x = split_gated_gelu(gate_up.view(-1, gate_up.shape[-1])).view(*x.shape[:-1], -1)
+        with_ple = bool(self.hidden_size_per_layer_input)
+        scale = self.layer_scalar
+        hidden_states = _add(self.post_feedforward_layernorm, hidden_states, self.joined_down(x), None if with_ple else scale)
+
+        if with_ple:
+            x = gated_gelu(self.joined_ple_gate(hidden_states), per_layer_input)
+            hidden_states = _add(self.post_per_layer_input_norm, hidden_states, self.joined_ple_out(x), scale)
+        return hidden_states
+
+    def _attend(self, x_BSI, shared_kv_states, position_embeddings, attention_mask, kwargs):
+        attention = self.self_attn
+        heads = (*x_BSI.shape[:-1], -1, attention.head_dim)
+        cos, sin = position_embeddings
+        q, *kv = self.joined_qkv(x_BSI).split(self.joined_qkv.sizes, dim=-1)
+        q_BSHD = norm_rotary(q.view(heads), attention.q_norm.weight, attention.q_norm.eps, cos, sin)
+        if attention.is_kv_shared_layer:
+            k_BKSD, v_BKSD = shared_kv_states[attention.layer_type]
+        else:
+            k, v = kv[0].view(heads), kv[-1].view(heads)
+            k_BKSD = norm_rotary(k, attention.k_norm.weight, attention.k_norm.eps, cos, sin).transpose(1, 2)
+            v_BKSD = rms_norm(v, None, attention.v_norm.eps).transpose(1, 2)
+        if attention.store_full_length_kv:
+            shared_kv_states[attention.layer_type] = k_BKSD, v_BKSD
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager_attention_forward)
+        out, _ = attend(
+            attention,
+            q_BSHD.transpose(1, 2),
+            k_BKSD,
+            v_BKSD,
+            attention_mask,
+            dropout=attention.attention_dropout if self.training else 0.0,
+            scaling=attention.scaling,
+            sliding_window=attention.sliding_window,
+            **kwargs,
+        )
+        return out.reshape(*x_BSI.shape[:-1], -1)
+
+
+FusedGemma4TextDecoderLayer.__name__ = Gemma4TextDecoderLayer.__name__
+
+
+def _add(norm, residual: torch.Tensor, x: torch.Tensor, scale=None) -> torch.Tensor:
+    return add_rms_norm(residual, x, norm.weight, norm.eps, scale)

@@ -1,0 +1,134 @@
+"""Linear layers with a frozen (4-bit) weight and low-rank adapters, as one autograd function.
+
+Layers that read the same input (query, key and value; gate and up) form a group: one product with all their weights,
+one with all their A matrices.
+
+Shapes: N rows (tokens), I in_features, O out_features of the whole group, R ranks of the whole group.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .dequantize import dequantize
+
+
+@dataclass
+class Slot:
+    """Where one adapter of a group works: columns of the output, rows of the joint A matrix, and its scale."""
+
+    columns: slice
+    ranks: slice
+    scale: float
+
+
+class LinearGroup:
+    """The frozen layers that share an input: where their weights are, and how to get them as numbers.
+
+    Weights are read when they are needed, never kept: under FSDP they are there only while their unit is gathered.
+    """
+
+    def __init__(self, layers: list[nn.Module]):
+        self.layers = layers
+        self.sizes = [layer.out_features for layer in layers]
+        ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes))]
+        self.columns = [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
+        self.packed = all(getattr(layer, "quant_state", None) is not None for layer in layers)
+
+    def weights(self, dtype: torch.dtype) -> list[tuple[slice, torch.Tensor]]:
+        """Columns of the output, and the weight (O, I) that makes them: one for a packed group, else one a layer."""
+        if not self.packed:
+            return [(c, layer.weight.to(dtype)) for c, layer in zip(self.columns, self.layers, strict=True)]
+        first = self.layers[0]
+        whole = torch.empty((self.columns[-1].stop, first.in_features), dtype=dtype, device=first.weight.device)
+        for columns, layer in zip(self.columns, self.layers, strict=True):
+            dequantize(layer.weight, layer.quant_state, whole[columns])
+        return [(slice(0, whole.shape[0]), whole)]
+
+
+def product_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b` of 16-bit matrices, not rounded to 16 bit (fp64 stays fp64)."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return a.to(wide) @ b.to(wide)
+
+
+def qlora_linear_reference(x, group, slots, adapters):
+    """The group's outputs side by side, (N, O), in plain PyTorch: `x W' + s (x A') B'`."""
+    dtype = x.dtype
+    outputs = [nn.functional.linear(x, weight) for _, weight in group.weights(dtype)]
+    y = torch.cat(outputs, dim=-1)
+    for slot, a, b in zip(slots, adapters[::2], adapters[1::2], strict=True):
+        delta = nn.functional.linear(nn.functional.linear(x, a.to(dtype)), b.to(dtype)) * slot.scale
+        y = y + nn.functional.pad(delta, (slot.columns.start, y.shape[-1] - slot.columns.stop))
+    return y
+
+
+class QLoRALinear(torch.autograd.Function):
+    """`x W' + s (x_low A') B'` for every layer of a group, side by side in one output.
+
+    Adapters are cast to the dtype of `x` inside, and their gradients come out in at least fp32: products of 16-bit
+    matrices that are never rounded to 16 bit.
+    """
+
+    @staticmethod
+    def forward(ctx, x, x_low, group: LinearGroup, slots: list[Slot], *adapters):
+        # x: (N, I). x_low: the input of the low-rank path where dropout makes it another, else None.
+        y = x.new_empty((x.shape[0], group.columns[-1].stop))
+        for columns, weight in group.weights(x.dtype):
+            torch.mm(x, weight.t(), out=y[:, columns])
+        del weight
+        ctx.group, ctx.slots = group, slots
+        if slots:
+            low = x if x_low is None else x_low
+            u = low @ _joint_a(slots, adapters, x).t()  # (N, R)
+            for slot, b in zip(slots, adapters[1::2], strict=True):
+                y[:, slot.columns].addmm_(u[:, slot.ranks], b.to(x.dtype).t(), alpha=slot.scale)
+            ctx.save_for_backward(low, u, *adapters)
+        ctx.has_own_low = x_low is not None
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        slots, needs = ctx.slots, ctx.needs_input_grad
+        dx = dx_low = None
+        if needs[0]:
+            parts = ctx.group.weights(dy.dtype)
+            dx = dy[:, parts[0][0]] @ parts[0][1]
+            for columns, weight in parts[1:]:
+                dx.addmm_(dy[:, columns], weight)
+            del parts
+        if not slots:
+            return dx, None, None, None
+        low, u, *adapters = ctx.saved_tensors
+        du = torch.empty_like(u)  # (N, R), scales included
+        for slot, b in zip(slots, adapters[1::2], strict=True):
+            torch.mm(dy[:, slot.columns], torch.mul(b, slot.scale, out=_empty_as(b, dy.dtype)), out=du[:, slot.ranks])
+        if needs[0] or needs[1]:
+            a = _joint_a(slots, adapters, dy)
+            if ctx.has_own_low:
+                dx_low = du @ a
+            else:
+                dx.addmm_(du, a)
+        grads = []
+        da = product_in_fp32(du.t(), low)  # (R, I)
+        for slot, a, b in zip(slots, adapters[::2], adapters[1::2], strict=True):
+            db = product_in_fp32(dy[:, slot.columns].t(), u[:, slot.ranks]).mul_(slot.scale)
+            grads += [da[slot.ranks].to(a.dtype), db.to(b.dtype)]
+        return dx, dx_low, None, None, *grads
+
+
+def _empty_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+
+
+def _joint_a(slots: list[Slot], adapters, like: torch.Tensor) -> torch.Tensor:
+    """All A matrices of the group one below the other, (R, I), in the dtype of `like`."""
+    if len(slots) == 1:
+        return adapters[0].to(like.dtype)
+    joint = like.new_empty((slots[-1].ranks.stop, adapters[0].shape[1]))
+    for slot, a in zip(slots, adapters[::2], strict=True):
+        joint[slot.ranks].copy_(a)
+    return joint
