@@ -16,14 +16,14 @@ The data position, the schedule, callbacks, the best metric and the gradient sca
 
 import json
 import os
-import pickle
 import shutil
 
 import torch
 from accelerate.utils import gather_object
+from safetensors.torch import save_file
 from transformers import set_seed
 
-from . import provenance, rollout_buffer, staging, training_state
+from . import differences, provenance, rollout_buffer, staging, training_state
 from .logging import get_logger
 
 logger = get_logger(__name__)
@@ -138,7 +138,7 @@ class CheckpointMixin:
         tensors, metadata = training_state.gather_optimizer(self._bare_optimizer(), self.model)
 
         def write():
-            training_state.save_optimizer(tensors, metadata, os.path.join(output_dir, training_state.OPTIMIZER_FILE))
+            save_file(tensors, os.path.join(output_dir, training_state.OPTIMIZER_FILE), metadata=metadata)
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
 
         self._attempt(write)
@@ -171,7 +171,7 @@ class CheckpointMixin:
         told = self.ranks.hear("" if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is None and not told:
             return
-        message = f"{path} could not be written ({told or failure}). What was there before is as it was. Free space or choose another folder."
+        message = f"{path} could not be written ({told or failure}). What was there is as it was. Free space or choose another folder."
         if failure is not None and not _is_about_files(failure):
             raise failure
         raise OSError(message) from failure
@@ -181,6 +181,8 @@ class CheckpointMixin:
         return {
             "base": self._base,
             "quantization": provenance.describe_quantization(self.model),
+            "dtype": str(self.model.get_base_model().dtype).removeprefix("torch."),
+            "method": self._name,
             "world_size": self.args.world_size,
             "rows_per_step": provenance.rows_per_step(self.args),
             "train_rows": rows() if rows else None,
@@ -216,8 +218,9 @@ class CheckpointMixin:
         if not os.path.isdir(folder):
             raise ValueError(f"`resume_from_checkpoint={folder!r}` is no folder that rank {self.ranks.rank} can see.")
         record = provenance.read_record(folder)
-        self._refuse_differences(folder, record)
-        if record is not None and os.path.isfile(os.path.join(folder, STATE_FILE)):
+        whole = record is not None and os.path.isfile(os.path.join(folder, STATE_FILE))
+        self._refuse_differences(folder, record, position=whole and not self.args.ignore_data_skip)
+        if whole:
             return folder
         self._load_from_checkpoint(folder)
         logger.warning(
@@ -246,35 +249,17 @@ class CheckpointMixin:
             )
         return newest
 
-    def _refuse_differences(self, folder: str, record: dict | None) -> None:
-        differences = []
-        for adapter, own in training_state.adapter_folders(self.model, folder).items():
-            if os.path.isfile(os.path.join(own, "adapter_model.bin")) and not os.path.isfile(
-                os.path.join(own, training_state.ADAPTER_FILE)
-            ):
+    def _refuse_differences(self, folder: str, record: dict | None, *, position: bool) -> None:
+        for own in training_state.adapter_folders(self.model, folder).values():
+            if os.path.isfile(os.path.join(own, "adapter_model.bin")):
                 raise ValueError(f"{own} holds adapter_model.bin, a pickle, which is not read. Save the adapter as safetensors.")
-            differences += provenance.adapter_differences(own, self.model.peft_config[adapter])
-        if record is not None:
-            differences += provenance.base_differences(record["base"], self._base)
-            differences += provenance.quantization_differences(
-                record["quantization"], provenance.describe_quantization(self.model)
-            )
-            if os.path.isfile(os.path.join(folder, STATE_FILE)):
-                differences += self._differences_of_position(record)
-        if not differences:
+        found = differences.of_checkpoint(folder, record, self.model, self._record(), position=position)
+        if not found:
             return
-        what = f"{folder} was trained with other settings: {'; '.join(differences)}."
-        if getattr(self.args, "force_resume", False):
-            logger.warning("%s Going on, because `force_resume=True`.", what)
-            return
-        raise ValueError(f"{what} Write the settings of the checkpoint, or `force_resume=True` to go on regardless.")
-
-    def _differences_of_position(self, record: dict) -> list[str]:
-        differences = provenance.rows_differences(record.get("rows_per_step"), provenance.rows_per_step(self.args))
-        saved, here = record.get("train_rows"), self._record()["train_rows"]
-        if saved != here and not self.args.ignore_data_skip:
-            differences.append(f"{saved} training rows, here {here}: the position in the data would not fit")
-        return differences
+        what = f"{folder} was trained with other settings: {'; '.join(found)}."
+        if not getattr(self.args, "force_resume", False):
+            raise ValueError(f"{what} Write the settings of the checkpoint, or `force_resume=True` to go on regardless.")
+        logger.warning("%s Going on, because `force_resume=True`.", what)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         folders = training_state.adapter_folders(self.model, resume_from_checkpoint)
@@ -290,10 +275,8 @@ class CheckpointMixin:
         if checkpoint is not None:
             path = os.path.join(checkpoint, training_state.OPTIMIZER_FILE)
             if os.path.isfile(path):
-                training_state.load_optimizer(
-                    self._bare_optimizer(), self.model, path, rank=self.ranks.rank, world_size=self.ranks.size
-                )
-                self.lr_scheduler.load_state_dict(_load_plain(os.path.join(checkpoint, SCHEDULER_FILE)))
+                training_state.load_optimizer(self._bare_optimizer(), self.model, path)
+                self.lr_scheduler.load_state_dict(training_state.load_plain(os.path.join(checkpoint, SCHEDULER_FILE)))
             else:
                 logger.warning("%s was saved with `save_only_model=True`: the optimizer and the schedule start anew.", checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)  # what TRL's trainers keep beside it
@@ -314,13 +297,3 @@ class CheckpointMixin:
 
 def _is_about_files(error: Exception) -> bool:
     return isinstance(error, OSError) or type(error).__name__ == "SafetensorError"
-
-
-def _load_plain(path: str) -> dict:
-    """`torch.load` of numbers and containers; whatever else a pickle may hold is refused."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing.") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is damaged or holds more than numbers: {str(error).splitlines()[0]}") from None

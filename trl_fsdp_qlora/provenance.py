@@ -6,7 +6,8 @@ import json
 import os
 from importlib.metadata import PackageNotFoundError, version
 
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
+from torch import nn
 from transformers.utils import cached_file
 
 from . import __version__
@@ -15,8 +16,6 @@ from .staging import RECORD, write_json
 # Raised whenever an older version of this package could misread what is written.
 FORMAT_VERSION = 1
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes")
-# Fields of a LoRA configuration that change what the adapter's numbers mean. Targets are compared by the tensors.
-LORA_MEANING = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "bias")
 QUANTIZATION = ("quant_method", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
@@ -79,8 +78,13 @@ def describe_quantization(model: PeftModel) -> dict | None:
         return None
     values = config if isinstance(config, dict) else config.to_dict()
     described = {name: _text(values[name]) for name in QUANTIZATION if values.get(name) is not None}
-    described["skipped_modules"] = sorted(values.get("llm_int8_skip_modules") or [])
+    described["skipped_modules"] = sorted(values.get("llm_int8_skip_modules") or _plain_linears(model))
     return described
+
+
+def _plain_linears(model: PeftModel) -> list[str]:
+    names = [name for name, module in model.get_base_model().named_modules() if type(module) is nn.Linear]
+    return [name.removesuffix(".base_layer") for name in names if ".lora_" not in name]
 
 
 def _text(value):
@@ -155,47 +159,6 @@ def read_json(path: str) -> dict:
     return value
 
 
-def base_differences(saved: dict, here: dict) -> list[str]:
-    """How two results of `describe_base` contradict each other. A copy of the same files elsewhere does not."""
-    if saved.get("fingerprint") and here.get("fingerprint"):
-        if saved["fingerprint"] == here["fingerprint"]:
-            return []
-        marks = f" (fingerprints {saved['fingerprint'][:12]} and {here['fingerprint'][:12]})"
-    elif saved.get("commit") and here.get("commit"):
-        if saved["commit"] == here["commit"]:
-            return []
-        marks = f" (commits {saved['commit'][:12]} and {here['commit'][:12]})"
-    elif not saved.get("name") or not here.get("name") or saved["name"] == here["name"]:
-        return []
-    else:
-        marks = ""
-    return [f"base model {saved['name']!r}, here {here['name']!r}{marks}"]
-
-
-def quantization_differences(saved: dict | None, here: dict | None) -> list[str]:
-    if saved is None or here is None:
-        words = {True: "not quantised", False: "quantised"}
-        return [] if saved == here else [f"a base that is {words[saved is None]}, here {words[here is None]}"]
-    return [
-        f"`{name}={saved.get(name)!r}`, here {here.get(name)!r}" for name in sorted({*saved, *here}) if saved.get(name) != here.get(name)
-    ]
-
-
-def adapter_differences(folder: str, here: PeftConfig) -> list[str]:
-    """How the adapter configuration in `folder` differs from the live one in what the numbers mean."""
-    path = os.path.join(folder, "adapter_config.json")
-    saved, current = read_json(path), here.to_dict()
-    differences = []
-    for name in LORA_MEANING:
-        if name in saved and name in current and saved[name] != _text_or_container(current[name]):
-            differences.append(f"`{name}={saved[name]!r}` ({os.path.basename(path)}), here {_text_or_container(current[name])!r}")
-    return differences
-
-
-def _text_or_container(value):
-    return getattr(value, "value", value)
-
-
 def rows_per_step(args) -> dict[str, int]:
     return {
         "per_device_train_batch_size": args.per_device_train_batch_size,
@@ -204,22 +167,5 @@ def rows_per_step(args) -> dict[str, int]:
     }
 
 
-def rows_differences(saved: dict | None, here: dict) -> list[str]:
-    """A step of another number of rows: neither the schedule nor the position in the data would fit."""
-    if saved is None:
-        return []
-
-    def rows(step: dict) -> int:
-        return step["per_device_train_batch_size"] * step["world_size"] * step["gradient_accumulation_steps"]
-
-    def spelt(step: dict) -> str:
-        return (
-            f"{rows(step)} rows a step ({step['per_device_train_batch_size']} a device x {step['world_size']} ranks x "
-            f"{step['gradient_accumulation_steps']} accumulated)"
-        )
-
-    if rows(saved) == rows(here):
-        return []
-    steps, rest = divmod(rows(saved), here["per_device_train_batch_size"] * here["world_size"])
-    advice = f"; `gradient_accumulation_steps={steps}` would make them equal" if steps and not rest else ""
-    return [f"{spelt(saved)}, here {spelt(here)}{advice}"]
+def has_tokenizer(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, "tokenizer_config.json"))

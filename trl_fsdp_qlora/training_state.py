@@ -8,15 +8,14 @@ nothing that is read here can run code.
 import base64
 import json
 import os
+import pickle
 import random
 from collections.abc import Iterator
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -109,49 +108,42 @@ def _check_entries(path: str, file, entries: dict[str, nn.Parameter]) -> None:
             )
 
 
-def save_optimizer(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str) -> None:
-    save_file(tensors, path, metadata=metadata)
-
-
 def gather_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The state of `optimizer` as whole tensors under `<state>/<parameter>`, and the rest of it as JSON.
 
-    State that is neither sharded like its parameter nor one number (the constants of 8-bit optimizers) belongs to a
-    rank's own shard; it is kept per rank, under `<state>/<parameter>@<rank>`. Call it on all ranks.
+    Call it on all ranks.
 
     Raises:
-        ValueError: for state that cannot be written without pickle.
+        ValueError: for state that cannot be written without pickle, or that fits only the shards of so many ranks.
     """
     names = _parameter_names(model)
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, object] = {}
-    own: dict[str, torch.Tensor] = {}
     for name, parameter in _by_name(optimizer, names):
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             entry = f"{key}/{name}"
             if not isinstance(value, torch.Tensor):
                 numbers[entry] = _plain(value, optimizer, key)
             elif isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
-                own[entry] = whole(value)
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key!r} for a rank's own shard, which no other number of ranks can resume. "
+                    "Choose an optimizer with whole state, such as 'adamw_torch_fused', or write `save_only_model=True`."
+                )
             else:
                 tensors[entry] = whole(value)
-    size = torch.distributed.get_world_size() if own and torch.distributed.is_initialized() else 1
-    if size > 1:
-        for rank, gathered in enumerate(gather_object([own])):
-            tensors.update({f"{entry}@{rank}": value.contiguous() for entry, value in gathered.items()})
     groups = [
         {key: _plain(value, optimizer, key) for key, value in group.items() if key != "params"}
         | {"params": [names[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    return tensors, {"groups": json.dumps(groups), "numbers": json.dumps(numbers), "world_size": str(size)}
+    return tensors, {"groups": json.dumps(groups), "numbers": json.dumps(numbers)}
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: str, *, rank: int, world_size: int) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: str) -> None:
     """Read what `gather_optimizer` returned into `optimizer`; each rank takes its shards.
 
     Raises:
-        ValueError: if the file is damaged, is for other parameters, or holds state bound to another number of ranks.
+        ValueError: if the file is damaged or is for other parameters.
     """
     sharding.reshard(model)
     names = _parameter_names(model)
@@ -161,23 +153,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: str
     with open_tensors(path) as file:
         metadata = file.metadata() or {}
         groups, numbers = json.loads(metadata.get("groups", "[]")), json.loads(metadata.get("numbers", "{}"))
-        saved_size = int(metadata.get("world_size", "1"))
         saved = {frozenset(group["params"]): group for group in groups}
         if set(saved) != {frozenset(names[id(p)] for p in group["params"]) for group in optimizer.param_groups}:
             raise ValueError(f"{path} was written for other parameters, or for other parameter groups, than this run has.")
         for entry in file.keys():
-            entry, _, owner = entry.partition("@")
-            if owner and saved_size != world_size:
-                raise ValueError(
-                    f"{path} holds state of {type(optimizer).__name__} that is bound to {saved_size} ranks, but there are "
-                    f"{world_size}. Resume with {saved_size} ranks, or with an optimizer that keeps whole state, such as 'adamw_torch'."
-                )
-            if owner and int(owner) != rank:
-                continue
             key, _, name = entry.partition("/")
-            value = file.get_tensor(f"{entry}@{owner}" if owner else entry)
+            value = file.get_tensor(entry)
             parameter = parameters[name]
-            if not owner and value.shape == parameter.shape:
+            if value.shape == parameter.shape:
                 value = own_shard(value, parameter)
             state.setdefault(index[id(parameter)], {})[key] = value
         for entry, value in numbers.items():
@@ -237,6 +220,16 @@ def open_tensors(path: str):
         raise ValueError(f"{path} is missing.") from None
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or cut short, or no safetensors file: {error}.") from None
+
+
+def load_plain(path: str) -> dict:
+    """`torch.load` of numbers and containers; whatever else a pickle may hold is refused."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing.") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} is damaged or holds more than numbers: {str(error).splitlines()[0]}") from None
 
 
 def random_state() -> dict:
