@@ -71,6 +71,8 @@ def read_sharding_request(args) -> ShardingRequest:
             "`fsdp_cpu_ram_efficient_loading` has no effect here: every rank streams the checkpoint tensor by tensor, "
             "so none holds it whole."
         )
+    if plugin.min_num_params:
+        logger.warning("`fsdp_min_num_params` has no effect here: a decoder layer is a unit, whatever its size.")
     classes = plugin.transformer_cls_names_to_wrap or ()
     classes = classes.split(",") if isinstance(classes, str) else classes
     return ShardingRequest(
@@ -204,7 +206,7 @@ def find_units(base: nn.Module, unit_classes: Iterable[str] = ()) -> list[list[n
     """
     structure = find_structure(base)
     trained_towers = [
-        base.get_submodule(name)
+        (name, base.get_submodule(name))
         for name in structure.towers
         if any(p.requires_grad for p in base.get_submodule(name).parameters())
     ]
@@ -221,29 +223,19 @@ def find_units(base: nn.Module, unit_classes: Iterable[str] = ()) -> list[list[n
     else:
         layers = base.get_submodule(structure.layers)
         chosen = [(f"{structure.layers}.{i}", layer) for i, layer in enumerate(layers)]
-    # A module inside another comes first: fully_shard goes from the leaves up.
-    chosen.sort(key=lambda item: -item[0].count("."))
-    units = [[module] for _, module in chosen]
-
     embedding = base.get_submodule(structure.input_embedding)
     head = base.get_submodule(structure.output_head) if structure.output_head else None
     tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", object())
-    parent = next((i for i, (name, _) in enumerate(chosen) if is_inside(structure.input_embedding, name)), None)
-    if parent is None:
-        units.append([embedding, head] if tied else [embedding])
-    elif tied:
-        # An explicitly chosen parent already gathers the embedding; the head joins it, as tied weights must.
-        units[parent].append(head)
-    if head is not None and not tied:
-        units.append([head])
-    inside_a_unit = [name for name, _ in chosen]
-    units.extend(
-        [base.get_submodule(name)]
-        for name in structure.side_embeddings
-        if not any(is_inside(name, unit) for unit in inside_a_unit)
-    )
-    units.extend([tower] for tower in trained_towers)
-    return units
+    # Embeddings are units of their own even inside a chosen parent: multimodal models look tokens up before they call
+    # their language model, when a unit around it is not gathered yet.
+    units = [(structure.input_embedding, [embedding, head] if tied else [embedding])]
+    units += [(name, [base.get_submodule(name)]) for name in structure.side_embeddings]
+    units += [(structure.output_head, [head])] if head is not None and not tied else []
+    units += [(name, [tower]) for name, tower in trained_towers]
+    own = {module for _, unit in units for module in unit}
+    units += [(name, [module]) for name, module in chosen if module not in own]
+    # A module inside another comes first: fully_shard goes from the leaves up.
+    return [unit for _, unit in sorted(units, key=lambda item: -item[0].count("."))]
 
 
 def _frozen_towers(base: nn.Module) -> set[nn.Parameter]:

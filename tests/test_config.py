@@ -1,0 +1,126 @@
+"""What the fields mean, and what they refuse, before anything is loaded."""
+
+import sys
+
+import pytest
+import torch
+from trl import SFTConfig, TrlParser
+
+from trl_fsdp_qlora import QLoRASFTConfig
+from trl_fsdp_qlora import config as module
+from trl_fsdp_qlora.config import QLoRAArguments, compute_dtype, storage_dtype
+
+
+def make(tmp_path, **fields):
+    return QLoRASFTConfig(str(tmp_path), use_cpu=True, report_to=[], **fields)
+
+
+def test_a_drop_in_for_trls_config(tmp_path):
+    config = make(tmp_path, max_length=77, packing=True, learning_rate=3e-4)
+    assert isinstance(config, SFTConfig)
+    assert (config.max_length, config.packing, config.learning_rate, config.bf16) == (77, True, 3e-4, True)
+    assert config.gradient_checkpointing and config.gradient_checkpointing_kwargs["use_reentrant"] is False
+
+
+def test_every_field_of_trl_keeps_its_default(tmp_path):
+    ours, theirs = make(tmp_path).to_dict(), SFTConfig(str(tmp_path), use_cpu=True, report_to=[]).to_dict()
+    changed = {name for name in theirs if ours[name] != theirs[name]} - {"logging_dir"}
+    assert changed <= {"gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"bnb_4bit_quant_type": "nf5"}, ["'nf5'", "'nf4'", "'fp4'"]),
+        ({"bnb_4bit_compute_dtype": "int8"}, ["'int8'", "'bfloat16'"]),
+        ({"bnb_4bit_quant_storage": "int4"}, ["'int4'", "'uint8'"]),
+        ({"adapter_dtype": "float16"}, ["'float16'", "'float32'"]),
+        ({"tower_device": "gpu"}, ["'gpu'", "'accelerator'"]),
+        ({"lora_r": 0}, ["lora_r=0", "16"]),
+        ({"lora_dropout": 1.5}, ["1.5"]),
+        ({"lora_target_modules": []}, ["'all-linear'"]),
+        ({"lora_target_modules": ""}, ["'all-linear'"]),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, ["use_reentrant", "share keys"]),
+    ],
+)
+def test_refused(tmp_path, fields, said):
+    with pytest.raises(ValueError) as error:
+        make(tmp_path, **fields)
+    assert all(part in str(error.value) for part in said)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (["all-linear"], "all-linear"),
+        (["q_proj"], ["q_proj"]),
+        (["q_proj", "v_proj"], ["q_proj", "v_proj"]),
+        ([r".*\.q_proj"], r".*\.q_proj"),
+        (r".*\.q_proj", r".*\.q_proj"),
+        ("q_proj", "q_proj"),
+    ],
+)
+def test_one_value_on_a_command_line_is_what_it_says(tmp_path, given, kept):
+    assert make(tmp_path, lora_target_modules=given).lora_target_modules == kept
+
+
+@pytest.mark.parametrize("given", [None, [], "", [""]])
+def test_excluding_nothing(tmp_path, given):
+    assert not make(tmp_path, lora_exclude_modules=given).lora_exclude_modules
+
+
+def test_command_line_and_file(tmp_path, monkeypatch):
+    file = tmp_path / "config.yaml"
+    file.write_text("lora_r: 4\nlora_target_modules: [q_proj, v_proj]\nload_in_4bit: false\n")
+    monkeypatch.setattr(sys, "argv", ["x"])
+    line = f"--config {file} --output_dir {tmp_path} --use_cpu --report_to none --lora_r 5"
+    (config,) = TrlParser(QLoRASFTConfig).parse_args_and_config(line.split())
+    assert (config.lora_r, config.lora_target_modules, config.load_in_4bit) == (5, ["q_proj", "v_proj"], False)
+    line = f"--output_dir {tmp_path} --use_cpu --report_to none --lora_exclude_modules k_proj o_proj"
+    (config,) = TrlParser(QLoRASFTConfig).parse_args_and_config(line.split())
+    assert config.lora_target_modules == "all-linear" and config.lora_exclude_modules == ["k_proj", "o_proj"]
+
+
+def test_dtypes_follow_the_precision(tmp_path):
+    for fields, dtype in (({}, torch.bfloat16), ({"bf16": False, "fp16": False}, torch.float32)):
+        config = make(tmp_path, **fields)
+        assert compute_dtype(config) == dtype and storage_dtype(config, dtype) == dtype
+    config = make(tmp_path, bf16=False, bnb_4bit_compute_dtype=torch.bfloat16)
+    assert compute_dtype(config) == torch.bfloat16
+    with pytest.raises(ValueError, match="contradicts `bf16=True`"):
+        compute_dtype(make(tmp_path, bnb_4bit_compute_dtype="float16"))
+    with pytest.raises(ValueError, match="Packed 4-bit storage is float16"):
+        storage_dtype(make(tmp_path, bnb_4bit_quant_storage="float16"), torch.bfloat16)
+    assert storage_dtype(make(tmp_path, bnb_4bit_quant_storage="uint8"), torch.bfloat16) == torch.uint8
+
+
+class TestCardsWithoutBf16:
+    """T4 and V100: `torch.cuda.is_bf16_supported()` says yes there, because it counts emulation."""
+
+    @pytest.fixture(autouse=True)
+    def old_card(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
+
+    def precision(self, **fields):
+        class Args:
+            use_cpu, bf16, fp16 = False, None, False
+
+        args = Args()
+        for name, value in fields.items():
+            setattr(args, name, value)
+        module.choose_supported_precision(args)
+        return args.bf16, args.fp16
+
+    def test_fp16_throughout(self):
+        assert self.precision() == (False, True)
+
+        class Args(QLoRAArguments):
+            bf16, fp16 = False, True
+
+        assert compute_dtype(Args()) == torch.float16 == storage_dtype(Args(), torch.float16)
+
+    def test_bf16_is_refused(self):
+        with pytest.raises(ValueError, match="Tesla T4 has no native bf16.*fp16=True"):
+            self.precision(bf16=True)
