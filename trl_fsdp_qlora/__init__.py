@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "QLoRAArguments": "config",
+    "QLoRAGRPOConfig": "grpo_config",
+    "QLoRAGRPOTrainer": "grpo_trainer",
     "QLoRASFTConfig": "config",
     "QLoRASFTTrainer": "sft_trainer",
     "load_model": "loading",
@@ -21,6 +23,8 @@ __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
     from .config import QLoRAArguments, QLoRASFTConfig
+    from .grpo_config import QLoRAGRPOConfig
+    from .grpo_trainer import QLoRAGRPOTrainer
     from .loading import load_model
     from .sft_trainer import QLoRASFTTrainer
     from .sharding import shard_model

@@ -103,6 +103,7 @@ class QLoRATrainerMixin(CheckpointMixin):
         resolved = resolve_peft_config(
             checkpoint.skeleton, peft_config, language_model_only=qlora.language_model_only
         )
+        self._check_adapter(checkpoint.skeleton, resolved)
         model = load_model(
             checkpoint,
             quantization_config=quantization_config,
@@ -117,6 +118,9 @@ class QLoRATrainerMixin(CheckpointMixin):
             **kwargs,
         )
         return Made(model, resolved)
+
+    def _check_adapter(self, model: torch.nn.Module, peft_config: PeftConfig) -> None:
+        """A trainer's own demands on the adapter, before a weight is read; `model` may be on the meta device."""
 
     def _shard_while_loading(self, args, peft_config: PeftConfig) -> ShardOf | None:
         """This rank's shard, unless something still has to see whole weights before they are laid over the ranks."""
@@ -165,11 +169,13 @@ class QLoRATrainerMixin(CheckpointMixin):
         check_attention(base, base.config.get_text_config()._attn_implementation)
         keep_packed_bytes(base)
         if is_peft:
+            self._check_adapter(model, model.peft_config[model.active_adapter])
             return Made(model, None)
         peft_config = peft_config if peft_config is not None else lora_config(qlora)
         if getattr(model, "hf_device_map", None):
             _check_device_map(model.hf_device_map, args.device)
         resolved = resolve_peft_config(model, peft_config, language_model_only=qlora.language_model_only)
+        self._check_adapter(model, resolved)
         if getattr(model, "quantization_method", None) is None and not _lives_on(model, args.device):
             model.to(args.device)
         return Made(model, resolved)

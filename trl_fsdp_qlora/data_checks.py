@@ -72,6 +72,31 @@ def _problem(value, column: str) -> str | None:
     return None
 
 
+def check_prompts(dataset, name: str, *, owned_by_environment: bool = False) -> None:
+    """Check the prompts of rows to generate from; a dictionary of datasets is checked one by one.
+
+    Args:
+        owned_by_environment: an environment makes the prompts, so rows need none.
+
+    Raises:
+        ValueError: if there are no rows or no prompts, or a row is malformed.
+    """
+    if isinstance(dataset, dict):
+        for key, part in dataset.items():
+            check_prompts(part, f"{name}[{key!r}]", owned_by_environment=owned_by_environment)
+        return
+    if not isinstance(dataset, Dataset) or owned_by_environment:
+        return  # a stream is not read ahead, and TRL says what it thinks of anything else
+    if len(dataset) == 0:
+        raise ValueError(f"`{name}` has no rows.")
+    if "prompt" not in dataset.column_names:
+        raise ValueError(f"`{name}` has the columns {', '.join(dataset.column_names)}, but no 'prompt' to generate from.")
+    for index, value in enumerate(_values(dataset, "prompt")):
+        problem = "is empty" if value == "" else _problem(value, "prompt")
+        if problem:
+            raise ValueError(f"Row {index} of `{name}` is malformed: 'prompt' {problem}.")
+
+
 def check_chat_template(dataset, name: str, processing_class, chat_template_path: str | None) -> None:
     """Raise `ValueError` for rows of messages when nothing says how to turn messages into text."""
     if chat_template_path is not None or getattr(processing_class, "chat_template", None) is not None:
