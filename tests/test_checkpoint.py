@@ -3,9 +3,11 @@
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -228,6 +230,17 @@ def test_a_damaged_newest_checkpoint_is_passed_over_only_by_true(base, tmp_path,
     assert make(base, tmp_path)._check_start(True) == str(tmp_path / "checkpoint-2")
     with pytest.raises(ValueError, match=rf"checkpoint-4/{ADAPTER} is missing"):
         train(base, tmp_path, resume=str(tmp_path / "checkpoint-4"))
+
+
+def test_killed_at_random_moments_while_saving(capfd):
+    command = [sys.executable, str(Path(__file__).with_name("kill_while_saving.py")), "--kills", "32"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr[-3000:]
+    last = result.stdout.splitlines()[-1]
+    counts = {name: int(count) for name, count in re.findall(r"([a-z][a-z ]*): (\d+)", last)}
+    with capfd.disabled():
+        print(f"\n{last}")
+    assert counts["kills"] == 32 and counts["inside a save"] >= 10
 
 
 @pytest.mark.parametrize("limit", [1000, 100_000, 400_000])  # bytes: fails in a JSON, in the adapter, in the optimizer

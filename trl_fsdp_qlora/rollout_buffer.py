@@ -28,19 +28,19 @@ def gather_buffer(trainer) -> tuple[dict[str, torch.Tensor], dict[str, str]] | N
     buffer = (trainer._buffered_inputs or []) if position else []
     tensors = {f"{i}/{k}": v.cpu() for i, batch in enumerate(buffer) for k, v in batch.items() if isinstance(v, torch.Tensor)}
     others = {f"{i}/{k}": v for i, batch in enumerate(buffer) for k, v in batch.items() if not isinstance(v, torch.Tensor)}
-    own = (tensors, others, len(buffer))
+    own = (tensors, others)
     gathered = gather_object([own]) if args.world_size > 1 else [own]
+    described = {"step": trainer._step, "world_size": args.world_size, "batches": len(buffer)}
     try:
-        metadata = {
-            "step": str(trainer._step),
-            "world_size": str(args.world_size),
-            "batches": str(len(buffer)),
-            "others": json.dumps([others for _, others, _ in gathered]),
-        }
+        described["others"] = [others for _, others in gathered]
+        return {f"{rank}/{k}": t.contiguous() for rank, (ts, _) in enumerate(gathered) for k, t in ts.items()}, _as_metadata(described)
     except TypeError:  # such as images that wait for their processor
         logger.warning("The rollout buffer holds what no JSON can carry; a run resumed here generates its completions anew.")
-        return {}, {"step": str(trainer._step), "world_size": str(args.world_size), "batches": "0", "others": "[]"}
-    return {f"{rank}/{key}": t.contiguous() for rank, (ts, _, _) in enumerate(gathered) for key, t in ts.items()}, metadata
+        return {}, _as_metadata(described | {"batches": 0, "others": []})
+
+
+def _as_metadata(described: dict) -> dict[str, str]:
+    return {"rollout_buffer": json.dumps(described, sort_keys=True)}
 
 
 def save_buffer(gathered: tuple[dict[str, torch.Tensor], dict[str, str]], folder: str) -> None:
@@ -55,16 +55,15 @@ def load_buffer(trainer, folder: str) -> None:
         return
     args = trainer.args
     with open_tensors(path) as file:
-        metadata = file.metadata()
-        trainer._step = int(metadata["step"])
-        count, others = int(metadata["batches"]), json.loads(metadata["others"])
+        described = json.loads(file.metadata()["rollout_buffer"])
+        trainer._step, count, others = described["step"], described["batches"], described["others"]
         if count == 0:
             return
-        if int(metadata["world_size"]) != args.world_size or count != args.steps_per_generation:
+        if described["world_size"] != args.world_size or count != args.steps_per_generation:
             logger.warning(
                 "The checkpoint holds completions for %s ranks and %d steps a generation, this run has %d and %d: they are "
                 "generated anew for the rest of the cycle.",
-                metadata["world_size"], count, args.world_size, args.steps_per_generation,
+                described["world_size"], count, args.world_size, args.steps_per_generation,
             )  # fmt: skip
             return
         buffer: list[dict] = [{} for _ in range(count)]

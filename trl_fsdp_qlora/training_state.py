@@ -136,7 +136,8 @@ def gather_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> tupl
         | {"params": [names[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    return tensors, {"groups": json.dumps(groups), "numbers": json.dumps(numbers)}
+    # One entry, because safetensors orders several by chance: equal states shall make equal files.
+    return tensors, {"optimizer": json.dumps({"groups": groups, "numbers": numbers}, sort_keys=True)}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: str) -> None:
@@ -151,8 +152,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: str
     index = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     state: dict[int, dict[str, object]] = {}
     with open_tensors(path) as file:
-        metadata = file.metadata() or {}
-        groups, numbers = json.loads(metadata.get("groups", "[]")), json.loads(metadata.get("numbers", "{}"))
+        described = json.loads((file.metadata() or {}).get("optimizer", '{"groups": [], "numbers": {}}'))
+        groups, numbers = described["groups"], described["numbers"]
         saved = {frozenset(group["params"]): group for group in groups}
         if set(saved) != {frozenset(names[id(p)] for p in group["params"]) for group in optimizer.param_groups}:
             raise ValueError(f"{path} was written for other parameters, or for other parameter groups, than this run has.")
