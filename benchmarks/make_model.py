@@ -81,7 +81,7 @@ def make_model(size: str, out: str, smooth: bool) -> None:
     model.to(torch.bfloat16)
     if smooth:
         scale_norms_down(model)
-    model.save_pretrained(out)
+    model.save_pretrained(out, max_shard_size="5GB")  # host memory holds one file at a time
     make_tokenizer().save_pretrained(out)
     count = sum(p.numel() for p in model.parameters())
     print(f"{size}: {count / 1e9:.3f} billion parameters in {out}, {time.perf_counter() - start:.0f} s", flush=True)

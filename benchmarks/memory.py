@@ -43,7 +43,6 @@ def main():
     if args.only:
         print("RESULT " + json.dumps(run(args.only, args)), flush=True)
         return
-    results = []
     for contender in args.contenders:
         command = [sys.executable, __file__, *sys.argv[1:], "--only", contender]
         environment = dict(os.environ)
@@ -54,29 +53,27 @@ def main():
         line = next((li for li in done.stdout.splitlines() if li.startswith("RESULT ")), None)
         if line is None:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            results.append({"contender": contender, **shape(args), "error": last[:300]})
+            result = {"contender": contender, **shape(args), "error": last[:300]}
             print(contender, "failed:", last[:300], flush=True)
             print(done.stderr[-3000:], file=sys.stderr, flush=True)
-            continue
-        results.append(json.loads(line.removeprefix("RESULT ")))
-        print(summary(results[-1]), flush=True)
-    if args.out:
-        write(Path(args.out), results)
+        else:
+            result = json.loads(line.removeprefix("RESULT "))
+            print(summary(result), flush=True)
+        if args.out:
+            write(Path(args.out), [result])
 
 
 def shape(args) -> dict:
     return {"model": args.name or Path(args.checkpoint).name, "seq": args.seq, "batch": args.batch, "limit_gib": args.memory_gib}
 
 
-def run(contender: str, args) -> dict:
+def make_trainer(contender: str, args):
+    """A trainer as each contender's users would make it, on the rows that all contenders train on."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
+    from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
 
-    if args.memory_gib:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(args.memory_gib * 2**30 / total)
     vocabulary = AutoConfig.from_pretrained(args.checkpoint).get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(6, vocabulary, (args.batch if args.one_batch else args.steps * args.batch, args.seq), generator=generator)
@@ -99,7 +96,6 @@ def run(contender: str, args) -> dict:
     inputs = dict(
         train_dataset=Dataset.from_dict({"input_ids": rows.tolist()}), processing_class=AutoTokenizer.from_pretrained(args.checkpoint)
     )
-    start = time.perf_counter()
     if contender.startswith("ours"):
         from trl_fsdp_qlora import QLoRASFTConfig, QLoRASFTTrainer
 
@@ -124,6 +120,18 @@ def run(contender: str, args) -> dict:
             peft_config=LoraConfig(target_modules=STOCK_TARGETS, **lora),
             **inputs,
         )
+    return trainer
+
+
+def run(contender: str, args) -> dict:
+    import torch
+    from transformers import TrainerCallback
+
+    if args.memory_gib:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(args.memory_gib * 2**30 / total)
+    start = time.perf_counter()
+    trainer = make_trainer(contender, args)
     load_seconds = time.perf_counter() - start
     load_peak, resident = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
     torch.cuda.empty_cache()

@@ -29,12 +29,14 @@ from .config import (
     compute_dtype,
     storage_dtype,
 )
+from .kernels.fusing import apply_fused_layers
 from .loading import check_attention, inspect_checkpoint, keep_packed_bytes, load_model, quantization_from
 from .logging import get_logger
 from .placement import placement_table
 from .ranks import Ranks
 from .streaming import ShardOf
 from .targets import resolve_peft_config
+from .tiled_mlp import tile_mlps
 
 logger = get_logger(__name__)
 
@@ -207,6 +209,15 @@ class QLoRATrainerMixin(CheckpointMixin):
         self.ranks = Ranks(self.args.ddp_timeout)
         if made.peft_config is not None:
             set_adapter_dtype(self.model, DTYPES[qlora.adapter_dtype])
+        base = self.model.get_base_model()
+        if self.args.gradient_checkpointing and hasattr(base, "disable_input_require_grads"):
+            # TRL asks for gradients of the embeddings, which only reentrant checkpointing needs. Without them the
+            # backward pass ends at the first adapter, and nothing before it is kept.
+            base.disable_input_require_grads()
+        if qlora.mlp_tile_size:
+            tile_mlps(base, qlora.mlp_tile_size)
+        # Before the ranks: FSDP wraps the fused layers, hooks and all.
+        logger.info(apply_fused_layers(self.model, self.args.device) if qlora.fused else "fused operations: turned off")
         if self.args.world_size > 1:
             mesh = init_device_mesh(self.args.device.type, (self.args.world_size,))
             sharding.shard_model(self.model, mesh, self.sharding_request)

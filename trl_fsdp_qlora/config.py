@@ -38,6 +38,10 @@ class QLoRAArguments:
         per_layer_embedding_device, tower_device: where the per-layer-embedding table and the towers live. `"auto"`
             keeps them in host memory whenever the model trains on an accelerator: only the rows of a batch travel,
             and a tower moves in when a batch has something for it.
+        mlp_tile_size: rows longer than this many tokens go through the MLP of a layer in tiles of that size, which bounds
+            its memory; 0 turns it off.
+        fused: run fused operations, and CUDA graphs of decoder layers, where the model, its adapters and the accelerator
+            allow it; the trainer says in one line what is active. `False` turns all of it off. No effect on the CPU.
         force_resume: resume although the checkpoint records another base model, quantisation, adapter scale, number of rows
             a step or of training rows; each difference is then a warning instead of an error.
     """
@@ -82,6 +86,12 @@ class QLoRAArguments:
     tower_device: Literal["auto", "cpu", "accelerator"] = field(
         default="auto", metadata={"help": "Where vision and audio towers live until a batch needs them."}
     )
+    mlp_tile_size: int = field(
+        default=4096, metadata={"help": "Tokens that go through a layer's MLP at once; 0 for all of a row."}
+    )
+    fused: bool = field(
+        default=True, metadata={"help": "Fused operations and CUDA graphs where they are known to work; False: none."}
+    )
     force_resume: bool = field(
         default=False, metadata={"help": "Resume although base model, quantisation, adapter scale or batch differ."}
     )
@@ -101,6 +111,8 @@ class QLoRAArguments:
             _check_choice("bnb_4bit_quant_storage", self.bnb_4bit_quant_storage, STORAGE_DTYPES)
         if self.lora_r < 1:
             raise ValueError(f"`lora_r={self.lora_r}` gives no adapter: write a rank of at least 1, such as 16.")
+        if self.mlp_tile_size < 0:
+            raise ValueError(f"`mlp_tile_size={self.mlp_tile_size}` is no size: write a number of tokens, or 0 for no tiles.")
         if not 0.0 <= self.lora_dropout < 1.0:
             raise ValueError(f"`lora_dropout={self.lora_dropout}` is no probability: write a number in [0, 1).")
         if not self.lora_target_modules:

@@ -19,7 +19,7 @@ def checkpoint(model_cache):
 
 
 def train(checkpoint, out, **fields):
-    config = sft_config(out, use_cpu=False, **{"max_steps": 4, "bf16": False, **fields})
+    config = sft_config(out, **{"use_cpu": False, "max_steps": 4, "bf16": False, **fields})
     trainer = QLoRASFTTrainer(checkpoint, config, train_dataset=token_rows(16, (24, 9, 17, 30)))
     trainer.train()
     return trainer

@@ -1,0 +1,85 @@
+"""On a GPU: kernels agree with their references, and replayed layers train as eager ones do, step by step."""
+
+import pytest
+import torch
+
+from tests.tiny import logged, sft_config, token_rows
+from trl_fsdp_qlora.demo.models import tiny_gemma4
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 12
+# bf16 rounds at 2**-8; sums over different orders of the same numbers differ by less than that.
+AS_EAGER = 2e-3
+AS_PLAIN = (5e-3, 5e-2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_gemma4(str(tmp_path_factory.mktemp("models") / "gemma4"))
+
+
+def train(checkpoint, tmp_path, fused: bool, replay: bool = True, change=None, **fields):
+    from trl_fsdp_qlora import QLoRASFTTrainer
+
+    torch.manual_seed(0)
+    rows = token_rows(96, lengths=(32, 32, 48, 48))
+    config = {"max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **fields}
+    config = sft_config(tmp_path / "out", use_cpu=False, bf16=True, fused=fused, **config)
+    trainer = QLoRASFTTrainer(checkpoint, config, train_dataset=rows, eval_dataset=rows.select(range(8)))
+    found = [m.replay.replays for m in trainer.model.modules() if hasattr(m, "replay")]
+    assert bool(found) == fused
+    if fused:
+        found[0].broken = not replay
+    if change is not None:
+        change(trainer)
+    trainer.train()
+    if fused and replay and change is None:
+        assert not found[0].broken
+        # Both lengths of batch, the longer one with padding and without.
+        assert len(found[0].recordings) >= 2 and all(len(kinds) >= 4 for kinds in found[0].recordings.values())
+    if fused and not replay:
+        assert not found[0].recordings
+    return trainer
+
+
+def agree(got, expected, loss: float, grad_norm: float) -> None:
+    assert len(got) == len(expected)
+    for (a, a_norm), (b, b_norm) in zip(got, expected, strict=True):
+        assert a == pytest.approx(b, rel=loss)
+        assert a_norm == pytest.approx(b_norm, rel=grad_norm)
+
+
+def test_replayed_layers_train_as_eager_and_as_plain_ones(checkpoint, tmp_path):
+    replayed = train(checkpoint, tmp_path, True)
+    eager = train(checkpoint, tmp_path, True, replay=False)
+    plain = train(checkpoint, tmp_path, False)
+    agree(logged(replayed), logged(eager), AS_EAGER, AS_EAGER)
+    agree(logged(replayed), logged(plain), *AS_PLAIN)
+    evaluated = [t.evaluate()["eval_loss"] for t in (replayed, eager, plain)]
+    assert evaluated == pytest.approx([evaluated[2]] * 3, rel=AS_PLAIN[0])
+
+
+def test_bf16_adapters(checkpoint, tmp_path):
+    replayed = train(checkpoint, tmp_path, True, adapter_dtype="bfloat16")
+    plain = train(checkpoint, tmp_path, False, adapter_dtype="bfloat16")
+    agree(logged(replayed), logged(plain), *AS_PLAIN)
+
+
+def test_dropout_runs_without_recordings(checkpoint, tmp_path):
+    trainer = train(checkpoint, tmp_path, True, change=lambda trainer: None, lora_dropout=0.1)
+    assert not next(m.replay.replays for m in trainer.model.modules() if hasattr(m, "replay")).recordings
+
+
+def test_generation_and_disabled_adapters_after_training(checkpoint, tmp_path):
+    fused, plain = (train(checkpoint, tmp_path, fused, learning_rate=0.0) for fused in (True, False))
+    ids = torch.tensor([[5, 9, 12, 30]], device="cuda")
+    texts = [t.model.eval().generate(input_ids=ids, max_new_tokens=8, do_sample=False) for t in (fused, plain)]
+    assert torch.equal(*texts)
+    rows = torch.randint(8, 300, (2, 32), device="cuda")
+    logits = []
+    for trainer in (fused, plain):
+        with torch.no_grad(), trainer.model.disable_adapter(), torch.autocast("cuda", torch.bfloat16):
+            logits += [trainer.model(input_ids=rows).logits.float() for _ in range(3)]
+    for other in logits[1:]:
+        assert (other - logits[0]).norm() / logits[0].norm() < 2e-2

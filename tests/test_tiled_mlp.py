@@ -1,0 +1,48 @@
+"""Tiles change nothing but the memory they need."""
+
+import pytest
+import torch
+
+from tests.tiny import logged, sft_config, token_rows
+from trl_fsdp_qlora import QLoRASFTTrainer
+from trl_fsdp_qlora.demo.models import tiny_gemma4, tiny_gemma4_model
+from trl_fsdp_qlora.tiled_mlp import tile_mlps
+
+
+def test_outputs_and_gradients():
+    plain, tiled = tiny_gemma4_model(), tiny_gemma4_model()
+    assert tile_mlps(tiled, 8) == 6
+    ids = torch.randint(8, 300, (2, 21))
+    for model in (plain, tiled):
+        model(input_ids=ids, labels=ids).loss.backward()
+    for (name, one), other in zip(plain.named_parameters(), tiled.parameters(), strict=True):
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(input_ids=ids).logits, tiled(input_ids=ids).logits)
+
+
+def test_only_one_tile_at_a_time():
+    model = tiny_gemma4_model()
+    tile_mlps(model, 8)
+    longest = []
+    model.model.language_model.layers[0].mlp.up_proj.register_forward_hook(lambda m, i, o: longest.append(i[0].shape[1]))
+    model(input_ids=torch.randint(8, 300, (1, 21)))
+    assert longest == [8, 8, 5]
+
+
+def test_training(model_cache, tmp_path):
+    checkpoint = tiny_gemma4(str(model_cache / "gemma4"))
+    steps = []
+    for tile_size in (0, 8):
+        config = sft_config(tmp_path, bf16=False, mlp_tile_size=tile_size)
+        trainer = QLoRASFTTrainer(checkpoint, config, train_dataset=token_rows(6, (30,)))
+        trainer.train()
+        steps.append(logged(trainer))
+    for (loss, norm), (other_loss, other_norm) in zip(*steps, strict=True):
+        assert other_loss == pytest.approx(loss, rel=1e-6) and other_norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_a_negative_size_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="mlp_tile_size=-1"):
+        sft_config(tmp_path, mlp_tile_size=-1)
