@@ -158,14 +158,18 @@ class CheckpointMixin(ResumeMixin):
             self._failure = error
 
     def _raise_together(self, path: str) -> None:
+        """The same error on every rank, if one that writes has failed."""
         failure = self._failure
-        told = self.ranks.hear("" if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is None and not told:
+        own = "" if failure is None else json.dumps([_is_about_files(failure), f"{type(failure).__name__}: {failure}"])
+        told = self.ranks.hear(own) or own
+        if not told:
             return
-        message = f"{path} could not be written ({told or failure}). What was there is as it was. Free space or choose another folder."
-        if failure is not None and not _is_about_files(failure):
-            raise failure
-        raise OSError(message) from failure
+        about_files, what = json.loads(told)
+        if about_files:
+            raise OSError(
+                f"{path} could not be written ({what}). What was there is as it was. Free space or choose another folder."
+            ) from failure
+        raise failure or RuntimeError(f"{path} was not written, because rank 0 failed: {what}")
 
 
 def _is_about_files(error: Exception) -> bool:

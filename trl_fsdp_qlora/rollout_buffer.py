@@ -26,14 +26,15 @@ def gather_buffer(trainer) -> tuple[dict[str, torch.Tensor], dict[str, str]] | N
     args = trainer.args
     position = trainer._step % (args.steps_per_generation * trainer.num_iterations)
     buffer = (trainer._buffered_inputs or []) if position else []
-    tensors = {f"{i}/{k}": v.cpu() for i, batch in enumerate(buffer) for k, v in batch.items() if isinstance(v, torch.Tensor)}
-    others = {f"{i}/{k}": v for i, batch in enumerate(buffer) for k, v in batch.items() if not isinstance(v, torch.Tensor)}
+    entries = {f"{i}/{key}": value for i, batch in enumerate(buffer) for key, value in batch.items()}
+    tensors = {entry: value.detach().cpu().clone() for entry, value in entries.items() if isinstance(value, torch.Tensor)}
+    others = {entry: value for entry, value in entries.items() if entry not in tensors}
     own = (tensors, others)
     gathered = gather_object([own]) if args.world_size > 1 else [own]
     described = {"step": trainer._step, "world_size": args.world_size, "batches": len(buffer)}
     try:
         described["others"] = [others for _, others in gathered]
-        return {f"{rank}/{k}": t.contiguous() for rank, (ts, _) in enumerate(gathered) for k, t in ts.items()}, _as_metadata(described)
+        return {f"{rank}/{k}": t for rank, (ts, _) in enumerate(gathered) for k, t in ts.items()}, _as_metadata(described)
     except TypeError:  # such as images that wait for their processor
         logger.warning("The rollout buffer holds what no JSON can carry; a run resumed here generates its completions anew.")
         return {}, _as_metadata(described | {"batches": 0, "others": []})
