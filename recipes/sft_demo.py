@@ -65,7 +65,8 @@ def main() -> None:
     trainer.save_model()
     if not on_main:
         return
-    picture = plot_curves(trainer.state.log_history, os.path.join(args.output_dir, "curves.png"), f"{demo.model}, 4-bit LoRA")
+    history = [{"step": 0, "eval_loss": loss_before}, *trainer.state.log_history]
+    picture = plot_curves(history, os.path.join(args.output_dir, "curves.png"), f"{demo.model}, 4-bit LoRA")
     print(f"\n{answer_table(asked, before, after)}\n")
     print(f"held-out loss   {loss_before:.3f} before, {loss_after:.3f} after")
     print(f"exact answers   {exact_matches(asked, before)} before, {exact_matches(asked, after)} after, of {len(asked)}")
