@@ -166,7 +166,15 @@ def check_training_arguments(args) -> None:
             "and values, such as Gemma 4. Leave it out, or write {'use_reentrant': False}."
         )
     if args.gradient_checkpointing:
-        args.gradient_checkpointing_kwargs = {**kwargs, "use_reentrant": False}
+        turn_on_checkpointing(args, kwargs)
+
+
+def turn_on_checkpointing(args, kwargs: dict) -> None:
+    """Non-reentrant checkpointing, under the name of either tested transformers version (5.24 renames it)."""
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        if hasattr(args, name):
+            setattr(args, name, True)
+            setattr(args, f"{name}_kwargs", {**kwargs, "use_reentrant": False})
 
 
 def compute_dtype(args) -> torch.dtype:
