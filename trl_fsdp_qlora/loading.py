@@ -188,7 +188,7 @@ def check_attention(model: nn.Module, attn_implementation: str | None) -> None:
     if not attn_implementation or "flash" not in attn_implementation:
         return
     language_model = model.get_submodule(find_structure(model).language_model)
-    head_dim = max((getattr(m, "head_dim", 0) for m in language_model.modules() if isinstance(getattr(m, "head_dim", 0), int)))
+    head_dim = max(getattr(m, "head_dim", 0) for m in language_model.modules() if isinstance(getattr(m, "head_dim", 0), int))
     if head_dim > MAX_FLASH_HEAD_DIM:
         raise ValueError(
             f"`attn_implementation={attn_implementation!r}` serves head dimensions up to {MAX_FLASH_HEAD_DIM}, but the "

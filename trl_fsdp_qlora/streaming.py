@@ -37,7 +37,7 @@ class ShardOf:
 
 @contextmanager
 def keeping_own_shards(
-    shard: ShardOf | None, structure: ModelStructure, host_modules: list[str], min_bytes: int = MIN_BYTES
+    shard: ShardOf | None, structure: ModelStructure, host_modules: list[str]
 ) -> Iterator[None]:
     """While a checkpoint loads, replace each large parameter of the language model and the head by its own shard.
 
@@ -63,7 +63,7 @@ def keeping_own_shards(
         owner_name, _, leaf = target_name.rpartition(".")
         owner = model.get_submodule(owner_name)
         parameter = owner._parameters.get(leaf)
-        if parameter is not None and parameter.numel() * parameter.element_size() >= min_bytes:
+        if parameter is not None and parameter.numel() * parameter.element_size() >= MIN_BYTES:
             _keep_shard(owner, leaf, shard)
 
     core_model_loading.set_param_for_module = set_param_and_keep_shard
