@@ -34,6 +34,7 @@ from .loading import check_attention, inspect_checkpoint, keep_packed_bytes, loa
 from .logging import get_logger
 from .placement import placement_table
 from .ranks import Ranks
+from .sharding_request import ShardingRequest, hidden_from_accelerate, read_sharding_request
 from .streaming import ShardOf
 from .targets import resolve_peft_config
 from .tiled_mlp import tile_mlps
@@ -70,7 +71,7 @@ class QLoRATrainerMixin(CheckpointMixin):
         check_training_arguments(args)
         check_output_dir(args.output_dir)
         qlora = qlora_arguments(args)
-        self.sharding_request = sharding.read_sharding_request(args)
+        self.sharding_request = read_sharding_request(args)
         _check_ranks(args, self.sharding_request)
         if self.sharding_request.activation_checkpointing:
             logger.warning(
@@ -196,7 +197,7 @@ class QLoRATrainerMixin(CheckpointMixin):
         for flag in flags:
             setattr(base, flag, False)
         try:
-            with sharding.hidden_from_accelerate(args):
+            with hidden_from_accelerate(args):
                 yield
         finally:
             args.model_init_kwargs = init_kwargs
@@ -303,7 +304,7 @@ def check_output_dir(output_dir: str) -> None:
         raise ValueError(f"`output_dir={output_dir!r}` cannot be written: {error.strerror}. Choose another.") from None
 
 
-def _check_ranks(args, request: sharding.ShardingRequest) -> None:
+def _check_ranks(args, request: ShardingRequest) -> None:
     if args.world_size == 1:
         if request.offload_params:
             raise ValueError(
