@@ -477,6 +477,8 @@ def probe_step(checkpoint: str, steps: int) -> None:
 
     from trl_fsdp_qlora import QLoRASFTConfig, QLoRASFTTrainer
     from trl_fsdp_qlora.kernels.fusing import apply_fused_layers
+    from trl_fsdp_qlora.kernels.gemma4 import FusedGemma4TextDecoderLayer, replay_layer
+    from trl_fsdp_qlora.kernels.replay import Replays
 
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     generator = torch.Generator().manual_seed(0)
@@ -552,17 +554,23 @@ def probe_step(checkpoint: str, steps: int) -> None:
     train("plain")
     hook.remove()
     report("step", "inputs of the first layer require gradients", seen=seen[0])
-    report("step", apply_fused_layers(trainer.model, attention=False))
+    device = trainer.args.device
+    report("step", apply_fused_layers(trainer.model, device, attention=False, replay=False))
     train("fused, sdpa")
-    apply_fused_layers(trainer.model)
     text_config = trainer.model.get_base_model().config.get_text_config()
     from trl_fsdp_qlora.kernels.attention_interface import register
 
     text_config._attn_implementation = register()
     train("fused, own attention", table=True)
-    trainer.args.gradient_checkpointing = False
-    trainer.model.get_base_model().gradient_checkpointing_disable()
-    train("fused, own attention, no checkpointing", table=True)
+    # The deprecated `gradient_checkpointing` no longer counts once the arguments are made.
+    trainer.args.activation_checkpointing = trainer.args.gradient_checkpointing = False
+    trainer.model.get_base_model().activation_checkpointing_disable()
+    train("fused, own attention, no checkpointing")
+    replays = Replays(device)
+    for layer in trainer.model.modules():
+        if isinstance(layer, FusedGemma4TextDecoderLayer):
+            replay_layer(layer, replays)
+    train("fused, own attention, replayed", table=True)
 
 
 SECTIONS = {

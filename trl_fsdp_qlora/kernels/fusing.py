@@ -1,30 +1,92 @@
 """Put the fused operations into a PEFT model, in place."""
 
+import types
 from collections import Counter
 
+import torch
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from ..logging import get_logger
+from .joined_layers import JoinedLayers, hooked, unknown_kind
+from .triton_support import triton
 
 logger = get_logger(__name__)
 
 
-def apply_fused_layers(model: nn.Module, *, attention: bool = True) -> str:
-    """Fuse every decoder layer that can be, and return one line that says what is active and what is not."""
-    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer
+def apply_fused_layers(model: nn.Module, device: torch.device, *, attention: bool = True, replay: bool = True) -> str:
+    """Fuse what can be fused and return one line that says what is active, what is not, and why.
 
-    from . import attention_interface, gemma4
+    Call it before the model is laid over ranks. Gemma 4's decoder layers become fused layers that replay CUDA graphs; of other
+    models the LoRA layers alone are fused. On the CPU nothing changes.
+    """
+    if device.type != "cuda" or triton is None:
+        return f"fused operations: none ({'no GPU' if device.type != 'cuda' else 'Triton is not installed'})"
+    layers, kept = _decoder_layers(model)
+    if layers:
+        active = [f"{len(layers)} decoder layers"]
+        active += _use_own_attention(layers[0].config) if attention else []
+        if replay:
+            _replay(layers, device)
+            active.append("CUDA graphs of layers, for shapes that come again")
+        # Only reentrant checkpointing needs inputs with gradients. Without them the backward pass ends at the first adapter.
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if hasattr(base, "disable_input_require_grads"):
+            base.disable_input_require_grads()
+    else:
+        count, kept = _fuse_linears(model)
+        active = [f"{count} LoRA layers"] if count else []
+    notes = "".join(f"; {n} not: {reason}" for reason, n in kept.items())
+    return f"fused operations: {', '.join(active) or 'none'}{notes}"
 
-    fused, kept = 0, Counter()
+
+def _decoder_layers(model: nn.Module) -> tuple[list[nn.Module], Counter]:
+    """Gemma 4's decoder layers, fused, and why some are not."""
+    from . import gemma4
+
+    fused, kept = [], Counter()
     for module in list(model.modules()):
-        if type(module) is Gemma4TextDecoderLayer:
+        if type(module) is gemma4.Gemma4TextDecoderLayer:
             reason = gemma4.why_not(module)
             if reason is None:
                 gemma4.fuse(module)
-                fused += 1
+                fused.append(module)
             else:
                 kept[reason] += 1
-    if fused and attention:
-        config = next(m for m in model.modules() if isinstance(m, Gemma4TextDecoderLayer)).config
-        config._attn_implementation = attention_interface.register()
-    return f"{fused} decoder layers fused" + "".join(f", {n} not ({reason})" for reason, n in kept.items())
+    return fused, kept
+
+
+def _use_own_attention(config) -> list[str]:
+    """In place of PyTorch's; an attention that the user chose stays."""
+    from . import attention_interface
+
+    if config._attn_implementation != "sdpa":
+        return []
+    config._attn_implementation = attention_interface.register()
+    return ["attention over stretches of queries"]
+
+
+def _replay(layers: list[nn.Module], device: torch.device) -> None:
+    from . import gemma4
+    from .replay import Replays
+
+    replays = Replays(device)
+    for layer in layers:
+        gemma4.replay_layer(layer, replays)
+
+
+def _fuse_linears(model: nn.Module) -> tuple[int, Counter]:
+    """LoRA layers of a model whose decoder layers nobody fused, each alone."""
+    from .joined_layers import fused_forward
+
+    count, kept = 0, Counter()
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            reason = unknown_kind(module) or ("hooks" if hooked([module]) else None)
+            if reason is None:
+                module.joined = JoinedLayers([module])
+                module.forward = types.MethodType(fused_forward, module)
+                count += 1
+            else:
+                kept[reason] += 1
+    return count, kept

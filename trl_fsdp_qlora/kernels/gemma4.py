@@ -3,16 +3,21 @@
 Shapes: B batch, S sequence, H query heads, K key/value heads, D head dimension.
 """
 
+import types
+
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer, eager_attention_forward
 
+from . import attention_interface
 from .gated_gelu import gated_gelu, split_gated_gelu
-from .joined_layers import JoinedLayers, unknown_kind
+from .joined_layers import JoinedLayers, active_names, base_of, drops_out, hooked, inner_modules, unknown_kind
 from .norm_rotary import norm_rotary
+from .replay import Kind, LayerReplay, Place, Replays, replay
 from .rms_norm import add_rms_norm, rms_norm
 
 ACTIVATION = "gelu_pytorch_tanh"
+CACHES = ("cache", "past_key_values")
 
 
 def why_not(layer: Gemma4TextDecoderLayer) -> str | None:
@@ -21,8 +26,7 @@ def why_not(layer: Gemma4TextDecoderLayer) -> str | None:
         return "experts"
     if layer.config.hidden_activation != ACTIVATION:
         return f"activation {layer.config.hidden_activation}"
-    norms = [module for module in layer.modules() if type(module).__name__ == "Gemma4RMSNorm"]
-    if any(p.requires_grad for norm in norms for p in norm.parameters()):
+    if any(p.requires_grad for norm in _norms(layer) for p in norm.parameters()):
         return "norms that train"
     return next((reason for linear in _linears(layer) if (reason := unknown_kind(linear))), None)
 
@@ -40,18 +44,108 @@ def fuse(layer: Gemma4TextDecoderLayer) -> None:
     if layer.hidden_size_per_layer_input:
         layer.joined_ple_gate = JoinedLayers([layer.per_layer_input_gate])
         layer.joined_ple_out = JoinedLayers([layer.per_layer_projection])
+    layer.linears, layer.inner = _linears(layer), _inner_modules(layer)
     layer.__class__ = FusedGemma4TextDecoderLayer
+
+
+def replay_layer(layer: "FusedGemma4TextDecoderLayer", replays: Replays) -> None:
+    """Let a fused `layer` replay recordings of its kind.
+
+    On the instance, so that it comes before the forward of every class, the checkpointing one around it included.
+    """
+    layer.replay = LayerReplay(replays, _kind(layer))
+    layer.forward = types.MethodType(_replayed_forward, layer)
 
 
 def _linears(layer):
     return [m for name, m in layer.named_modules() if name.endswith(("_proj", "per_layer_input_gate", "per_layer_projection"))]
 
 
+def _inner_modules(layer):
+    """Modules whose own forward the fused one does not call."""
+    linears = _linears(layer)
+    return [layer.self_attn, layer.mlp, *_norms(layer), *linears, *(m for linear in linears for m in inner_modules(linear))]
+
+
+def _norms(layer):
+    return [m for m in layer.modules() if type(m).__name__ == "Gemma4RMSNorm"]
+
+
+def _kind(layer) -> Kind:
+    attention, bases = layer.self_attn, [base_of(linear) for linear in layer.linears]
+    packed: list[Place] = []
+    other: list[Place] = [(layer._buffers, "layer_scalar")]
+    other += [(norm._parameters, "weight") for norm in _norms(layer) if norm._parameters.get("weight") is not None]
+    states = []
+    for base in bases:
+        state = getattr(base, "quant_state", None)
+        (packed if state is not None else other).append((base._parameters, "weight"))
+        if base.bias is not None:
+            other.append((base._parameters, "bias"))
+        if state is not None:
+            other.append((vars(state), "absmax"))
+            if state.nested:
+                other += [(vars(state), "offset"), (vars(state.state2), "absmax")]
+            states.append((state.quant_type, state.blocksize, state.nested, state.dtype, state.state2.blocksize if state.nested else None))
+    constants = (
+        attention.head_dim, attention.sliding_window, attention.is_kv_shared_layer, attention.store_full_length_kv,
+        attention.scaling, layer.hidden_size_per_layer_input, tuple(states),
+        tuple((tuple(owner[key].shape), owner[key].dtype) for owner, key in packed + other),
+    )  # fmt: skip
+    return Kind(packed, other, constants, types.MethodType(_run, layer), types.MethodType(_adapters, layer))
+
+
+def _run(layer, x, ple, k, v, cos, sin, mask):
+    shared = {} if k is None else {layer.self_attn.layer_type: (k, v)}
+    out = layer.compute(x, ple, shared, (cos, sin), mask, {})
+    return (out, *shared[layer.self_attn.layer_type]) if layer.self_attn.store_full_length_kv else (out,)
+
+
+def _adapters(layer) -> tuple[list[Place], tuple] | None:
+    places, numbers = [], []
+    for linear in layer.linears:
+        names = active_names(linear)
+        numbers.append(len(names))
+        for name in names:
+            if drops_out(linear.lora_dropout[name]):
+                return None
+            numbers.append(linear.scaling[name])
+            places += [(linear.lora_A[name]._parameters, "weight"), (linear.lora_B[name]._parameters, "weight")]
+    trained = {owner[key].dtype for owner, key in places if owner[key].requires_grad}
+    return (places, tuple(numbers)) if len(trained) <= 1 else None
+
+
+def _replayed_forward(
+    layer, hidden_states, per_layer_input=None, shared_kv_states=None, position_embeddings=None, attention_mask=None, **kwargs
+):
+    """What this layer computes, by replay where that can be, else by its own forward."""
+    attention = layer.self_attn
+    plain = (
+        hidden_states.device.type == layer.replay.replays.device.type
+        and not any(isinstance(v, torch.Tensor) or k in CACHES for k, v in kwargs.items() if k != "position_ids" and v is not None)
+        and attention.config._attn_implementation in (attention_interface.NAME, "sdpa")
+        and not (layer.training and attention.attention_dropout)
+        and not torch.is_inference_mode_enabled()
+        and not hooked(layer.inner)
+    )
+    if plain:
+        k, v = shared_kv_states[attention.layer_type] if attention.is_kv_shared_layer else (None, None)
+        outputs = replay(layer.replay, hidden_states, per_layer_input, k, v, *position_embeddings, attention_mask)
+        if outputs is not None:
+            if attention.store_full_length_kv:
+                shared_kv_states[attention.layer_type] = outputs[1:]
+            return outputs[0]
+    return type(layer).forward(
+        layer, hidden_states, per_layer_input, shared_kv_states=shared_kv_states, position_embeddings=position_embeddings,
+        attention_mask=attention_mask, **kwargs,
+    )  # fmt: skip
+
+
 class FusedGemma4TextDecoderLayer(Gemma4TextDecoderLayer):
     def forward(
         self, hidden_states, per_layer_input=None, shared_kv_states=None, position_embeddings=None, attention_mask=None, **kwargs
     ):
-        if kwargs.get("cache") is not None or kwargs.get("past_key_values") is not None:
+        if any(kwargs.get(name) is not None for name in CACHES) or hooked(self.inner):
             return super().forward(
                 hidden_states,
                 per_layer_input,
@@ -60,6 +154,9 @@ class FusedGemma4TextDecoderLayer(Gemma4TextDecoderLayer):
                 attention_mask=attention_mask,
                 **kwargs,
             )
+        return self.compute(hidden_states, per_layer_input, shared_kv_states, position_embeddings, attention_mask, kwargs)
+
+    def compute(self, hidden_states, per_layer_input, shared_kv_states, position_embeddings, attention_mask, kwargs):
         x = rms_norm(hidden_states, self.input_layernorm.weight, self.input_layernorm.eps)
         x = self._attend(x, shared_kv_states, position_embeddings, attention_mask, kwargs)
         hidden_states = _add(self.post_attention_layernorm, hidden_states, self.joined_o(x))

@@ -34,15 +34,41 @@ def unknown_kind(layer: nn.Module) -> str | None:
     return None
 
 
-def active_adapters(layer: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor, float, nn.Module]]:
-    """(A, B, scale, dropout) of every adapter that counts now."""
+def active_names(layer: nn.Module) -> list[str]:
+    """Names of the adapters of `layer` that count now."""
     if not isinstance(layer, LoraLayer) or layer.disable_adapters or layer.merged:
         return []
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def active_adapters(layer: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor, float, nn.Module]]:
+    """(A, B, scale, dropout) of every adapter that counts now."""
     return [
         (layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], layer.lora_dropout[name])
-        for name in layer.active_adapters
-        if name in layer.lora_A
+        for name in active_names(layer)
     ]
+
+
+def drops_out(dropout: nn.Module) -> bool:
+    """Whether `dropout` changes its input now."""
+    return dropout.training and getattr(dropout, "p", 0.0) > 0.0
+
+
+def hooked(modules: list[nn.Module]) -> bool:
+    """Whether anyone hooked into one of `modules`, such as FSDP, for which it is a unit of its own."""
+    return any(m._forward_pre_hooks or m._forward_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
+
+
+def fused_forward(layer: LoraLayer, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    """A LoRA layer's forward as one function, or PEFT's own for what that function does not do."""
+    joined = layer.joined
+    own = args or kwargs or not x.is_floating_point() or x.dtype != joined.group.dtype or hooked(joined.inner)
+    return type(layer).forward(layer, x, *args, **kwargs) if own else joined(x)
+
+
+def inner_modules(layer: nn.Module) -> list[nn.Module]:
+    """Modules in a LoRA layer, whose own forward is not called."""
+    return [base_of(layer), *layer.lora_A.values(), *layer.lora_B.values()] if isinstance(layer, LoraLayer) else []
 
 
 class JoinedLayers:
@@ -51,16 +77,35 @@ class JoinedLayers:
     def __init__(self, layers: list[nn.Module]):
         self.layers = layers
         self.group = LinearGroup([base_of(layer) for layer in layers])
+        self.alone = [LinearGroup([base_of(layer)]) for layer in layers]
         self.sizes = self.group.sizes
+        self.inner = [m for layer in layers for m in inner_modules(layer)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        slots, adapters, dropouts, rank = [], [], [], 0
-        for layer, columns in zip(self.layers, self.group.columns, strict=True):
-            for a, b, scale, dropout in active_adapters(layer):
-                slots.append(Slot(columns, slice(rank, rank + a.shape[0]), scale))
-                adapters += [a, b]
-                dropouts.append(dropout)
-                rank += a.shape[0]
+        active = [active_adapters(layer) for layer in self.layers]
         rows = x.reshape(-1, x.shape[-1])
-        y = QLoRALinear.apply(rows, None, self.group, slots, *adapters)
+        if any(drops_out(dropout) for adapters in active for *_, dropout in adapters):
+            y = self._with_dropout(rows, active)
+        else:
+            slots, adapters, rank = [], [], 0
+            for found, columns in zip(active, self.group.columns, strict=True):
+                for a, b, scale, _ in found:
+                    slots.append(Slot(columns, slice(rank, rank + a.shape[0]), scale))
+                    adapters += [a, b]
+                    rank += a.shape[0]
+            y = QLoRALinear.apply(rows, None, self.group, slots, *adapters)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _with_dropout(self, rows: torch.Tensor, active) -> torch.Tensor:
+        """Each layer by itself, because each draws its own mask; PEFT's own forward where adapters draw several."""
+        outputs = []
+        for layer, group, adapters in zip(self.layers, self.alone, active, strict=True):
+            if len(adapters) > 1:
+                outputs.append(layer(rows))
+                continue
+            low, slots = None, []
+            for a, _, scale, dropout in adapters:
+                low = dropout(rows)
+                slots.append(Slot(slice(0, group.sizes[0]), slice(0, a.shape[0]), scale))
+            outputs.append(QLoRALinear.apply(rows, low, group, slots, *(t for a, b, *_ in adapters for t in (a, b))))
+        return torch.cat(outputs, dim=-1)

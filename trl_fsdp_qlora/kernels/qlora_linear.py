@@ -35,6 +35,7 @@ class LinearGroup:
         ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes))]
         self.columns = [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
         self.packed = all(getattr(layer, "quant_state", None) is not None for layer in layers)
+        self.dtype = layers[0].quant_state.dtype if self.packed else layers[0].weight.dtype
 
     def weights(self, dtype: torch.dtype) -> list[tuple[slice, torch.Tensor]]:
         """Columns of the output, and the weight (O, I) that makes them: one for a packed group, else one a layer."""
@@ -45,6 +46,11 @@ class LinearGroup:
         for columns, layer in zip(self.columns, self.layers, strict=True):
             dequantize(layer.weight, layer.quant_state, whole[columns])
         return [(slice(0, whole.shape[0]), whole)]
+
+    def add_biases(self, y: torch.Tensor) -> None:
+        for columns, layer in zip(self.columns, self.layers, strict=True):
+            if layer.bias is not None:
+                y[:, columns] += layer.bias.to(y.dtype)
 
 
 def product_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -60,6 +66,7 @@ def qlora_linear_reference(x, group, slots, adapters):
     dtype = x.dtype
     outputs = [nn.functional.linear(x, weight) for _, weight in group.weights(dtype)]
     y = torch.cat(outputs, dim=-1)
+    group.add_biases(y)
     for slot, a, b in zip(slots, adapters[::2], adapters[1::2], strict=True):
         delta = nn.functional.linear(nn.functional.linear(x, a.to(dtype)), b.to(dtype)) * slot.scale
         y = y + nn.functional.pad(delta, (slot.columns.start, y.shape[-1] - slot.columns.stop))
@@ -80,6 +87,7 @@ class QLoRALinear(torch.autograd.Function):
         for columns, weight in group.weights(x.dtype):
             torch.mm(x, weight.t(), out=y[:, columns])
         del weight
+        group.add_biases(y)
         ctx.group, ctx.slots = group, slots
         if slots:
             low = x if x_low is None else x_low

@@ -1,0 +1,250 @@
+"""Speed of QLoRA training: stock TRL (defaults, and tuned), this project without and with fused operations, and Unsloth if it is installed.
+
+    python benchmarks/speed.py CHECKPOINT --name e2b --out benchmarks/results/speed.json
+    python benchmarks/speed.py --table benchmarks/results/speed.json
+
+Each contender trains in a process of its own, on the same checkpoint and the same random tokens, as `memory.py` sets them up.
+`step_ms`: median after the warm-up. `busy_ms`, `kernels`, `launches` (by the host): of one profiled step. `host_ms`: what the
+host spent in parts of a step, waiting included. `floor`: the arithmetic of a step at the rate of large matrix products, as a
+share of the step: forward, recomputation and gradients of the inputs through every frozen linear layer and the head.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import memory
+
+CONTENDERS = ("trl", "trl_bf16", "ours_plain", "ours", "unsloth")
+MATMUL_TFLOPS = 790  # large bf16 products on an H200
+WARM_UP = 4  # compiling; shapes are recorded in the second step
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", nargs="?")
+    parser.add_argument("--name", default=None, help="name of the model in the result")
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    parser.add_argument("--extra", nargs="*", default=[], metavar="FIELD=VALUE", help="config fields for this project's runs")
+    parser.add_argument("--host_profile", action="store_true", help="print where this project's host time goes in one step")
+    parser.add_argument("--out", default=None, help="JSON file that the results are added to")
+    parser.add_argument("--table", default=None, help="print the results in this file as a table, and stop")
+    parser.add_argument("--only", default=None, help=argparse.SUPPRESS)  # this process is one contender
+    args = parser.parse_args(argv)
+    args.one_batch, args.memory_gib = False, None
+    return args
+
+
+def main() -> None:
+    args = parse()
+    if args.table:
+        print(table(json.loads(Path(args.table).read_text())))
+        return
+    if args.only:
+        print("RESULT " + json.dumps(run(args.only, args)), flush=True)
+        return
+    results = []
+    for contender in args.contenders:
+        if contender == "unsloth" and find_spec("unsloth") is None:
+            continue
+        done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", contender], capture_output=True, text=True)
+        line = next((li for li in done.stdout.splitlines() if li.startswith("RESULT ")), None)
+        if line is None:
+            results.append(
+                {"contender": contender, **memory.shape(args), "error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
+            )
+            print(done.stderr[-4000:], file=sys.stderr, flush=True)
+        else:
+            results.append(json.loads(line.removeprefix("RESULT ")))
+            notes = [li for li in done.stderr.splitlines() if "fused operations" in li or "CUDA graph" in li]
+            print("\n".join(notes + [li for li in done.stdout.splitlines() if not li.startswith(("RESULT ", "{'"))]), flush=True)
+        print({k: v for k, v in results[-1].items() if k not in ("loss", "grad_norm", "versions")}, flush=True)
+    print(table(results), flush=True)
+    if args.out:
+        memory.write(Path(args.out), results)
+
+
+def run(contender: str, args) -> dict:
+    import torch
+    from transformers import TrainerCallback
+
+    if contender.startswith("ours"):
+        args.extra = [*args.extra, f"fused={json.dumps(contender == 'ours')}"]
+    start = time.perf_counter()
+    trainer = (
+        unsloth_trainer(args)
+        if contender == "unsloth"
+        else memory.make_trainer("ours" if contender.startswith("ours") else contender, args)
+    )
+    load_seconds = time.perf_counter() - start
+    load_peak = torch.cuda.max_memory_allocated()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    times: list[float] = []
+    host: dict[str, list[float]] = {}
+    profiled = {}
+
+    class Clock(TrainerCallback):
+        profiler = calls = None
+
+        def on_train_begin(self, _args, state, control, **kwargs):
+            _time_parts(trainer, host)
+
+        def on_step_begin(self, _args, state, control, **kwargs):
+            torch.cuda.synchronize()
+            if state.global_step == args.steps - 1:
+                self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]).__enter__()
+            if state.global_step == args.steps - 2 and args.host_profile and contender == "ours":
+                import cProfile
+
+                self.calls = cProfile.Profile()
+                self.calls.enable()
+            for parts in host.values():
+                parts.append(0.0)
+            self.start = time.perf_counter()
+
+        def on_step_end(self, _args, state, control, **kwargs):
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - self.start)
+            if self.profiler is not None:
+                self.profiler.__exit__(None, None, None)
+                profiled.update(_kernels(self.profiler))
+            if self.calls is not None:
+                import pstats
+
+                self.calls.disable()
+                pstats.Stats(self.calls, stream=sys.stdout).sort_stats("cumulative").print_stats(70).sort_stats("tottime").print_stats(30)
+                self.calls = None
+
+    trainer.add_callback(Clock())
+    begin = time.perf_counter()
+    trainer.train()
+    whole = time.perf_counter() - begin
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    measured = slice(WARM_UP, -2 if args.host_profile else -1)
+    step = statistics.median(times[measured] or times)
+    flops = 6 * args.batch * args.seq * _frozen_numbers(trainer.model)
+    return {
+        "contender": contender,
+        **memory.shape(args),
+        "gpu": torch.cuda.get_device_name(),
+        "versions": memory.versions(),
+        "weights": "random",
+        "tokens_per_second": round(args.seq * args.batch / step),
+        "step_ms": round(step * 1000, 1),
+        "spread_ms": [round(t * 1000, 1) for t in sorted(times[measured] or times)[:: max(1, len(times[measured]) - 1)]],
+        **profiled,
+        "host_ms": {name: round(statistics.median(parts[measured] or parts) * 1000, 1) for name, parts in host.items()},
+        "floor_ms": round(flops / MATMUL_TFLOPS / 1e9, 1),
+        "floor": round(flops / MATMUL_TFLOPS / 1e12 / step, 3),
+        "first_steps_s": [round(t, 2) for t in times[:WARM_UP]],
+        "load_s": round(load_seconds, 1),
+        "between_steps_ms": round((whole - sum(times)) / len(times) * 1000, 1),
+        "load_peak_gib": memory.gib(load_peak),
+        "train_peak_gib": memory.gib(torch.cuda.max_memory_allocated()),
+        "train_reserved_gib": memory.gib(torch.cuda.max_memory_reserved()),
+        "loss": [round(entry["loss"], 5) for entry in logged],
+        "grad_norm": [round(float(entry["grad_norm"]), 5) for entry in logged],
+    }
+
+
+def _time_parts(trainer, host: dict[str, list[float]]) -> None:
+    """Measure what the host spends in the parts of a step."""
+
+    def timed(owner, name: str, label: str):
+        function = getattr(owner, name)
+        host.setdefault(label, [])
+
+        def wrapper(*args, **kwargs):
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if host[label]:
+                    host[label][-1] += time.perf_counter() - begin
+
+        setattr(owner, name, wrapper)
+
+    timed(trainer, "training_step", "training_step")
+    timed(trainer, "compute_loss", "forward")
+    timed(trainer.accelerator, "backward", "backward")
+    timed(trainer.accelerator, "clip_grad_norm_", "clip")
+    timed(trainer.optimizer, "step", "optimizer")
+
+
+def _kernels(profiler) -> dict:
+    events = profiler.events()
+    on_device = [
+        e for e in events if str(e.device_type).endswith("CUDA") and not getattr(e, "is_user_annotation", False) and "#" not in e.name
+    ]
+    launches = sum(e.name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync")) for e in events)
+    return {"busy_ms": round(sum(e.device_time for e in on_device) / 1000, 1), "kernels": len(on_device), "launches": launches}
+
+
+def _frozen_numbers(model) -> int:
+    """Numbers in the matrices that every token meets: frozen linear layers of the language model, and the head."""
+    from torch import nn
+
+    config = model.config.get_text_config()
+    linears = {
+        id(m): m.in_features * m.out_features
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and "lora_" not in name and "tower" not in name and "embed_" not in name and "lm_head" not in name
+    }
+    return sum(linears.values()) + config.hidden_size * config.vocab_size
+
+
+def unsloth_trainer(args):
+    """As Unsloth's notebooks do it; it patches other libraries, so it comes first in its process."""
+    from unsloth import FastModel  # isort: skip
+    import torch
+    from datasets import Dataset
+    from transformers import AutoConfig
+    from trl import SFTConfig, SFTTrainer
+
+    vocabulary = AutoConfig.from_pretrained(args.checkpoint).get_text_config().vocab_size
+    rows = torch.randint(6, vocabulary, (args.steps * args.batch, args.seq), generator=torch.Generator().manual_seed(0))
+    model, tokenizer = FastModel.from_pretrained(args.checkpoint, max_seq_length=args.seq, load_in_4bit=True)
+    model = FastModel.get_peft_model(
+        model, r=16, lora_alpha=32, finetune_vision_layers=False, finetune_language_layers=True, finetune_attention_modules=True,
+        finetune_mlp_modules=True,
+    )  # fmt: skip
+    config = SFTConfig(
+        "/tmp/benchmark_unsloth", max_steps=args.steps, per_device_train_batch_size=args.batch, max_length=args.seq, learning_rate=1e-4,
+        lr_scheduler_type="constant", logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, bf16=True,
+        optim="adamw_torch_fused",
+    )  # fmt: skip
+    return SFTTrainer(model, config, train_dataset=Dataset.from_dict({"input_ids": rows.tolist()}), processing_class=tokenizer)
+
+
+def table(results: list[dict]) -> str:
+    """Markdown, each contender beside stock TRL of the same model and shape."""
+    lines = ["| model | seq x batch | contender | tokens/s | against stock | step ms | busy ms | launches | floor | peak GiB (reserved) |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    stock: dict[tuple, int] = {}
+    for r in results:
+        place = r["model"], r["seq"], r["batch"]
+        if "error" in r:
+            lines.append(f"| {r['model']} | {r['seq']} x {r['batch']} | {r['contender']} | failed: {r['error'][:60]} |||||||")
+            continue
+        if r["contender"] == "trl":
+            stock[place] = r["tokens_per_second"]
+        ratio = f"{r['tokens_per_second'] / stock[place]:.2f}" if place in stock else ""
+        lines.append(
+            f"| {r['model']} | {r['seq']} x {r['batch']} | {r['contender']} | {r['tokens_per_second']} | {ratio} | {r['step_ms']} "
+            f"| {r.get('busy_ms', '')} | {r.get('launches', '')} | {r['floor']:.0%} "
+            f"| {r['train_peak_gib']:.2f} ({r['train_reserved_gib']:.2f}) |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Fused and replayed layers on two real FSDP2 ranks: weights come from where the unit was gathered, gradients go where FSDP wants them."""
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+from trl_fsdp_qlora.demo.models import tiny_gemma4
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+RESHARDED = {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "true"}
+SCENARIOS = {
+    "plain": {"how": None, "env": RESHARDED},
+    "fused": {"how": "fused", "env": RESHARDED},
+    "replayed": {"how": "replayed", "env": RESHARDED},
+    "replayed, kept gathered": {"how": "replayed", "env": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"}},
+    "replayed, replicas": {"how": "replayed", "env": {}},
+    "replayed, accumulated": {"how": "replayed", "env": RESHARDED, "gradient_accumulation_steps": 2},
+}
+
+
+def train_all(checkpoint, out):
+    """In each rank's process: loss and gradient norm of every step, and the number of recordings, by scenario."""
+    import torch
+
+    torch.set_num_threads(1)
+    return {name: train(checkpoint, f"{out}/{number}", **scenario) for number, (name, scenario) in enumerate(SCENARIOS.items())}
+
+
+def train(checkpoint, out, how, env, gradient_accumulation_steps=1):
+    import os
+
+    import torch
+    from accelerate.state import AcceleratorState
+
+    from tests.test_kernels import fuse
+    from tests.tiny import logged, sft_config, token_rows
+    from trl_fsdp_qlora import QLoRASFTTrainer, base_trainer
+
+    for name in list(os.environ):
+        if name.startswith("FSDP_") or name == "ACCELERATE_USE_FSDP":
+            del os.environ[name]
+    os.environ.update(env)
+    AcceleratorState._reset_state()
+    replays = []
+
+    def apply(model, device):
+        if how is not None:
+            replays.append(fuse(model, how == "replayed"))
+        return f"fused operations: {how}"
+
+    base_trainer.apply_fused_layers = apply
+    share = int(os.environ.get("WORLD_SIZE", 1)) * gradient_accumulation_steps
+    config = sft_config(
+        out, max_steps=8, bf16=False, per_device_train_batch_size=4 // share, gradient_accumulation_steps=gradient_accumulation_steps
+    )
+    torch.manual_seed(0)
+    trainer = QLoRASFTTrainer(checkpoint, config, train_dataset=token_rows(64))
+    trainer.train()
+    recordings = sum(len(kinds) for kinds in replays[0].recordings.values()) if how == "replayed" else 0
+    return {"logged": logged(trainer), "recordings": recordings}
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_fused_and_replayed_train_as_one_plain_rank(model_cache, tmp_path):
+    checkpoint = tiny_gemma4(str(model_cache / "gemma4-8"), num_hidden_layers=8)
+    one = run_ranks(1, train_all, checkpoint, str(tmp_path / "one"), timeout=280)[0]
+    two = run_ranks(2, train_all, checkpoint, str(tmp_path / "two"), timeout=280)
+    expected = one["plain"]["logged"]
+    for result in (one, *two):
+        for name, seen in result.items():
+            assert len(seen["logged"]) == len(expected), name
+            for (loss, norm), (expected_loss, expected_norm) in zip(seen["logged"], expected, strict=True):
+                assert loss == pytest.approx(expected_loss, rel=1e-4), name
+                assert norm == pytest.approx(expected_norm, rel=2e-3), name
+            assert (seen["recordings"] > 0) == name.startswith("replayed"), name

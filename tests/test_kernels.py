@@ -1,0 +1,293 @@
+"""Fused operations on the CPU: gradients in fp64, layers against PEFT and transformers, replay with stand-ins for graphs."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tiny import logged, sft_config, token_rows
+from trl_fsdp_qlora import QLoRASFTTrainer
+from trl_fsdp_qlora.demo.models import tiny_gemma4
+from trl_fsdp_qlora.kernels import attention, fusing, gemma4, joined_layers, replay
+from trl_fsdp_qlora.kernels.qlora_linear import LinearGroup, QLoRALinear, Slot, qlora_linear_reference
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model_cache):
+    # Enough layers that two share a recording.
+    return tiny_gemma4(str(model_cache / "gemma4-8"), num_hidden_layers=8)
+
+
+# --- one QLoRA linear ---
+
+
+def random(*shape, grad=True):
+    return torch.randn(shape, dtype=torch.float64).requires_grad_(grad)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 33])
+@pytest.mark.parametrize("outputs, ranks", [([5], [3]), ([8, 4, 4], [2, 2, 2]), ([6, 6], [4, 0]), ([5], [3, 2])])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_of_a_joined_linear(rows, outputs, ranks, bias):
+    torch.manual_seed(0)
+    layers = [nn.Linear(9, out, bias=bias, dtype=torch.float64).requires_grad_(False) for out in outputs]
+    group = LinearGroup(layers)
+    slots, adapters, start = [], [], 0
+    for i, rank in enumerate(ranks):
+        columns = group.columns[min(i, len(outputs) - 1)]
+        if rank:
+            slots.append(Slot(columns, slice(start, start + rank), 0.5 + i))
+            adapters += [random(rank, 9), random(columns.stop - columns.start, rank)]
+            start += rank
+    x = random(rows, 9)
+    exact = qlora_linear_reference(x, group, slots, adapters)
+    y = QLoRALinear.apply(x, None, group, slots, *adapters)
+    dy = torch.randn_like(exact)
+    wanted = [x, *adapters]
+    for got, expected in zip([y, *torch.autograd.grad(y, wanted, dy)], [exact, *torch.autograd.grad(exact, wanted, dy)], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+def lora_layer(quantised=True, dtype=torch.float32, adapters=("default",), bias=False, **config):
+    """A PEFT layer with trained-looking adapters."""
+    import bitsandbytes as bnb
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(1)
+    base = nn.Linear(64, 32, bias=bias)
+    if quantised:
+        quant = bnb.nn.Linear4bit(64, 32, bias=bias, compute_dtype=dtype, quant_type="nf4", quant_storage=dtype)
+        quant.load_state_dict(base.state_dict())
+        base = quant.to("cpu")
+    model = nn.ModuleDict({"proj": base.to(dtype)})
+    for name in adapters:
+        inject_adapter_in_model(LoraConfig(r=4, lora_alpha=8, target_modules=["proj"], **config), model, name)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
+    model["proj"].set_adapter(list(adapters))
+    return model["proj"]
+
+
+@pytest.mark.parametrize("options", [{}, {"quantised": False}, {"adapters": ("default", "second")}, {"bias": True}])
+def test_a_joined_layer_is_pefts(options):
+    layer = lora_layer(**options)
+    assert joined_layers.unknown_kind(layer) is None
+    x = torch.randn(2, 5, 64, requires_grad=True)
+    wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    dy = torch.randn(2, 5, 32)
+    expected, got = layer(x), joined_layers.JoinedLayers([layer])(x)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(torch.autograd.grad(got, wanted, dy), torch.autograd.grad(expected, wanted, dy), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("adapters", [("default",), ("default", "second")])
+def test_dropout_is_drawn_as_peft_draws_it(adapters):
+    layer = lora_layer(adapters=adapters, lora_dropout=0.5)
+    x = torch.randn(3, 64)
+    results = []
+    for function in (layer, joined_layers.JoinedLayers([layer])):
+        torch.manual_seed(3)
+        results.append(function(x))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+def test_disabled_adapters_count_at_the_call():
+    layer = lora_layer()
+    joined, x = joined_layers.JoinedLayers([layer]), torch.randn(3, 64)
+    layer.enable_adapters(False)
+    torch.testing.assert_close(joined(x), layer.get_base_layer()(x))
+
+
+@pytest.mark.parametrize("options, reason", [({"use_dora": True}, "Dora"), ({"lora_bias": True, "bias": True}, "with a bias")])
+def test_unknown_kinds_say_why(options, reason):
+    assert reason in joined_layers.unknown_kind(lora_layer(quantised=False, **options))
+
+
+def test_generic_models_keep_pefts_forward_for_what_is_not_known():
+    layer = lora_layer()
+    model = nn.ModuleDict({"proj": layer})
+    assert fusing._fuse_linears(model) == (1, {})
+    x = torch.randn(2, 64)
+    expected = type(layer).forward(layer, x)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    seen = []
+    layer.lora_A["default"].register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    assert seen
+
+
+# --- attention ---
+
+
+@pytest.mark.parametrize("length", [1, 5, 130])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_reference_is_sdpa(length, window, padded):
+    torch.manual_seed(0)
+    q, k, v = random(2, length, 4, 8), random(2, length, 2, 8), random(2, length, 2, 8)
+    first = torch.tensor([[0] * length, list(range(min(2, length)))[-1:] * length], dtype=torch.int32) if padded else None
+    if padded:
+        first = torch.minimum(first, torch.arange(length, dtype=torch.int32))
+    got = attention.attention(q, k, v, 0.3, window, first)
+    mask = attention.visible(0, length, 0, length, window, first, CPU)[:, :, :, 0]
+    heads = [t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2))]
+    expected = nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, scale=0.3).transpose(1, 2)
+    torch.testing.assert_close(got, expected)
+    dy = torch.randn_like(got)
+    for a, b in zip(torch.autograd.grad(got, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# --- whole models ---
+
+
+class RunAgain:
+    def __init__(self, function):
+        self.replay = function
+
+
+class OnCpu(replay.Replays):
+    """Recordings that run their function again, on the same fixed tensors."""
+
+    def warm_up(self, function):
+        return function()
+
+    def record(self, function):
+        return RunAgain(function)
+
+
+def fuse(model, replayed: bool):
+    layers, kept = fusing._decoder_layers(model)
+    assert layers and not kept
+    fusing._use_own_attention(layers[0].config)
+    model.get_base_model().disable_input_require_grads()
+    if not replayed:
+        return None
+    replays = OnCpu(CPU)
+    for layer in layers:
+        gemma4.replay_layer(layer, replays)
+    return replays
+
+
+def train(checkpoint, out, how: str, change=None, lengths=(24,), **fields):
+    torch.manual_seed(0)
+    trainer = QLoRASFTTrainer(checkpoint, sft_config(out, bf16=False, **fields), train_dataset=token_rows(128, lengths))
+    replays = fuse(trainer.model, how == "replayed") if how != "plain" else None
+    if change is not None:
+        change(trainer)
+    trainer.train()
+    return trainer, replays
+
+
+def agree(got, expected, rtol=1e-4):
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert a == pytest.approx(b, rel=rtol)
+
+
+def test_fifty_steps_fused_replayed_and_plain(checkpoint, tmp_path):
+    runs = {how: train(checkpoint, tmp_path, how, max_steps=50) for how in ("plain", "fused", "replayed")}
+    losses = {how: logged(trainer) for how, (trainer, _) in runs.items()}
+    agree(losses["fused"], losses["plain"], 1e-3)
+    agree(losses["replayed"], losses["plain"], 1e-3)
+    agree(losses["replayed"][:8], losses["plain"][:8], 2e-6)
+    replays = runs["replayed"][1]
+    assert not replays.broken
+    # Eight layers, six kinds.
+    assert [len(kinds) for kinds in replays.recordings.values()] == [6]
+
+
+def test_replay_with_accumulation_padding_and_other_shapes(checkpoint, tmp_path):
+    fields = {"max_steps": 8, "gradient_accumulation_steps": 2, "lengths": (24, 24, 17, 30, 17, 30)}
+    (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, **fields) for how in ("plain", "replayed"))
+    agree(logged(replayed), logged(plain))
+    assert len(replays.recordings) >= 2
+
+
+def test_replay_stops_recording_when_shapes_are_many(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(replay, "MAX_SHAPES", 1)
+    fields = {"max_steps": 8, "lengths": (24, 24, 16, 16)}
+    (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, **fields) for how in ("plain", "replayed"))
+    agree(logged(replayed), logged(plain))
+    assert len(replays.recordings) == 1 and replays.full
+
+
+def test_replay_of_bf16_adapters_and_without_checkpointing(checkpoint, tmp_path):
+    fields = {"max_steps": 6, "adapter_dtype": "bfloat16", "gradient_checkpointing": False}
+    (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, **fields) for how in ("plain", "replayed"))
+    assert replays.recordings
+    # The fused linear rounds each product of a bf16 adapter once, PEFT several times.
+    agree(logged(replayed), logged(plain), 2e-2)
+
+
+def test_hooks_dropout_and_merged_layers_run_eagerly(checkpoint, tmp_path):
+    def hook(trainer):
+        layer = next(m for m in trainer.model.modules() if hasattr(m, "replay"))
+        layer.self_attn.q_proj.register_forward_hook(lambda *_: seen.append(1))
+
+    seen: list[int] = []
+    plain, _ = train(checkpoint, tmp_path, "plain", max_steps=4)
+    hooked, _ = train(checkpoint, tmp_path, "replayed", change=hook, max_steps=4)
+    assert seen
+    agree(logged(hooked), logged(plain))
+    _, replays = train(checkpoint, tmp_path, "replayed", max_steps=4, lora_dropout=0.2)
+    assert not replays.recordings
+
+
+def test_dora_layers_stay_as_they_are(checkpoint, tmp_path):
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, target_modules="all-linear", use_dora=True, task_type="CAUSAL_LM")
+    trainer = QLoRASFTTrainer(checkpoint, sft_config(tmp_path, bf16=False), train_dataset=token_rows(8), peft_config=config)
+    layers, kept = fusing._decoder_layers(trainer.model)
+    assert not layers and any("Dora" in reason for reason in kept)
+
+
+def test_evaluation_generation_and_disabled_adapters(checkpoint, tmp_path):
+    plain, _ = train(checkpoint, tmp_path, "plain", max_steps=4)
+    replayed, replays = train(checkpoint, tmp_path, "replayed", max_steps=4)
+    ids = torch.randint(8, 300, (2, 24))
+    for model in (plain.model, replayed.model):
+        model.eval()
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(replayed.model(input_ids=ids).logits, plain.model(input_ids=ids).logits, rtol=1e-3, atol=1e-3)
+            with replayed.model.disable_adapter(), plain.model.disable_adapter():
+                torch.testing.assert_close(replayed.model(input_ids=ids).logits, plain.model(input_ids=ids).logits, rtol=1e-3, atol=1e-3)
+    made = [m.generate(input_ids=ids[:1, :6], max_new_tokens=6, do_sample=False) for m in (plain.model, replayed.model)]
+    assert torch.equal(*made)
+    assert sum(len(kinds) for kinds in replays.recordings.values()) > 12  # with and without gradients, with and without adapters
+
+
+def test_other_places_are_found_after_a_copy(checkpoint, tmp_path):
+    trainer, _ = train(checkpoint, tmp_path, "replayed", max_steps=3)
+    copied = copy.deepcopy(trainer.model).eval()
+    for parameter in copied.parameters():
+        if parameter.requires_grad:
+            parameter.data.mul_(2)
+    layer = next(m for m in copied.modules() if hasattr(m, "replay"))
+    assert layer.replay.kind.other[0][0] is layer._buffers and layer.forward.__self__ is layer
+    ids = torch.randint(8, 300, (1, 24))
+    with torch.no_grad():
+        # Below what accelerate binds to the model it was given.
+        original, other = (m.eval().get_base_model().model(input_ids=ids).last_hidden_state for m in (trainer.model, copied))
+    assert not torch.allclose(original, other)
+
+
+def test_packed_bytes_are_copied_as_integers():
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)[:, None]
+    target = torch.zeros_like(every)
+    torch._foreach_copy_([replay.as_integers(target)], [replay.as_integers(every)])
+    assert torch.equal(target.view(torch.int16), every.view(torch.int16))
+    assert replay.as_integers(every[1:]).dtype == torch.uint8
+
+
+def test_nothing_changes_on_the_cpu(checkpoint, tmp_path):
+    trainer = QLoRASFTTrainer(checkpoint, sft_config(tmp_path, fused=True), train_dataset=token_rows(8))
+    assert fusing.apply_fused_layers(trainer.model, CPU) == "fused operations: none (no GPU)"
+    assert not any(hasattr(m, "replay") or hasattr(m, "joined") for m in trainer.model.modules())

@@ -1,0 +1,319 @@
+"""CUDA graphs of decoder layers: one recording a kind of layer, replayed for every layer of that kind.
+
+Issuing the launches of a layer one by one takes the host several times as long as the GPU needs for the work. A recording
+issues them all at once. It works on tensors at fixed addresses, so before each replay the layer's own weights (packed, a
+third of a millisecond for 35 layers) and inputs are copied to them, from wherever they are at that moment: under FSDP
+that is where the unit was gathered. Weights are frozen and layers of a kind differ in nothing else, so few recordings serve
+a whole model.
+
+The backward recording computes the layer again from its inputs. That is gradient checkpointing, and nothing but the
+inputs of a layer is kept between the two, whatever `gradient_checkpointing` says.
+
+A shape is recorded when a layer meets it for the second time, and the first few such shapes are kept. Everything else (other
+shapes, generation with a cache, dropout, hooks on inner modules) takes the layer's own forward.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch._utils import _unflatten_dense_tensors
+
+from ..logging import get_logger
+
+logger = get_logger(__name__)
+
+# Shapes of a batch that are recorded; each costs a few seconds once, and tens of MiB.
+MAX_SHAPES = 4
+RECORD_AT = 2
+INPUTS = ("x", "ple", "k", "v", "cos", "sin", "mask")
+
+# A place that holds a tensor: the dictionary of a module (or of a quantisation state) and a key in it.
+Place = tuple[dict, str]
+
+
+@dataclass
+class Kind:
+    """What a layer tells about itself: where its frozen tensors are, what else must be equal to share a recording."""
+
+    packed: list[Place]
+    other: list[Place]
+    constants: tuple
+    # run(x, ple, k, v, cos, sin, mask) -> (output, or output, keys and values)
+    run: Callable
+    # The places of A and B of each adapter that counts now, and numbers that are recorded with them; None to not replay.
+    adapters: Callable
+
+
+class Replays:
+    """The recordings of one model, and the memory they share: they run one after another, never two at a time."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.recordings: dict[tuple, dict[tuple, Recording]] = {}
+        self.broken = self.full = False
+        self.seconds = 0.0  # spent on recording
+        self._pool = self._stream = self._arena = None
+        self._buffers: dict[tuple, torch.Tensor] = {}
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def may_record(self, shape_key: tuple) -> bool:
+        if len(self.recordings) < MAX_SHAPES or shape_key in self.recordings:
+            return not self.broken
+        if not self.full:
+            self.full = True
+            logger.info(
+                "Batches come in more than %d shapes: further ones run without CUDA graphs. `packing` or `pad_to_multiple_of` make fewer.",
+                MAX_SHAPES,
+            )
+        return False
+
+    def warm_up(self, function):
+        """`function` once outside a recording: kernels are compiled, libraries set up on the stream that records."""
+        if self._stream is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            result = function()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return result
+
+    def record(self, function) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (data loading, NCCL's watchdog) may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            function()
+        return graph
+
+    def weights_like(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors like `tensors` in the memory that all recordings use for the weights of a layer."""
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += math.ceil(tensor.numel() * tensor.element_size() / 512) * 512
+        if self._arena is None or self._arena.numel() < end:
+            # Earlier recordings keep the smaller one.
+            self._arena = torch.empty(end, dtype=torch.uint8, device=self.device)
+        return [
+            self._arena[start : start + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+            for start, t in zip(starts, tensors, strict=True)
+        ]
+
+    def buffer_like(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor like `tensor`, strides included unless they leave gaps; the same one for the same role and shape."""
+        key = role, tensor.shape, tensor.stride(), tensor.dtype
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty_like(tensor)
+        return self._buffers[key]
+
+
+class LayerReplay:
+    """One layer's side: its kind, where its tensors are, which shapes it has met."""
+
+    def __init__(self, replays: Replays, kind: Kind):
+        self.replays, self.kind = replays, kind
+        self.met: Counter = Counter()
+        self._views: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(kind.packed)
+
+    def packed(self) -> list[torch.Tensor]:
+        """The packed weights as integers: bytes copied as 16-bit numbers would not all arrive."""
+        for i, (owner, key) in enumerate(self.kind.packed):
+            parameter, known = owner[key], self._views[i]
+            if known is None or known[0] is not parameter or known[1].data_ptr() != parameter.data_ptr():
+                self._views[i] = parameter, as_integers(parameter.detach().as_subclass(torch.Tensor))
+        return [view for _, view in self._views]
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of `tensor` as a row of 32-bit integers, or of bytes where it does not fit."""
+    row = tensor.view(-1).view(torch.uint8)
+    return row.view(torch.int32) if row.numel() % 4 == 0 and row.storage_offset() % 4 == 0 else row
+
+
+@contextmanager
+def _in_place_of(places: list[Place], tensors: list[torch.Tensor]):
+    originals = [owner[key] for owner, key in places]
+    for (owner, key), tensor in zip(places, tensors, strict=True):
+        owner[key] = tensor
+    try:
+        yield
+    finally:
+        for (owner, key), tensor in zip(places, originals, strict=True):
+            owner[key] = tensor
+
+
+def _launches(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> list[list[int]]:
+    """Numbers of the tensors that one launch copies: of one dtype, and laid out like their sources."""
+    groups: dict[tuple, list[int]] = {}
+    for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        groups.setdefault((target.dtype, target.stride() == source.stride()), []).append(i)
+    return list(groups.values())
+
+
+def _given(inputs: dict) -> list[torch.Tensor]:
+    return [t for t in inputs.values() if t is not None]
+
+
+class Recording:
+    """A kind of layer for one shape of batch: fixed tensors, and the graphs that run on them."""
+
+    def __init__(self, layer: LayerReplay, adapter_places: list[Place], inputs: dict, wants: dict[str, bool], grad: bool):
+        replays = layer.replays
+        self.replays, self.wants, self.backward_graph = replays, wants, None
+        self.inputs = {name: None if t is None else replays.buffer_like(name, t) for name, t in inputs.items()}
+        places = layer.kind.packed + layer.kind.other + adapter_places
+        originals = [owner[key].detach().as_subclass(torch.Tensor) for owner, key in places]
+        stand_ins = replays.weights_like(originals)
+        n_packed = len(layer.kind.packed)
+        self.trains = [owner[key].requires_grad for owner, key in adapter_places]
+        targets = [as_integers(t) for t in stand_ins[:n_packed]] + stand_ins[n_packed:] + _given(self.inputs)
+        sources = [as_integers(t) for t in originals[:n_packed]] + originals[n_packed:] + _given(inputs)
+        self.launches = [(group, [targets[i] for i in group]) for group in _launches(targets, sources)]
+        self.load(layer, originals[len(originals) - len(adapter_places) :], inputs)
+
+        @contextmanager
+        def on_fixed_tensors():
+            # Around the backward pass as well: it reads the weights again.
+            with torch.autocast(replays.device.type, enabled=False), _in_place_of(places, stand_ins):
+                yield layer.kind.run
+
+        def forward():
+            with torch.no_grad(), on_fixed_tensors() as run:
+                torch._foreach_copy_(self.outputs, list(run(**self.inputs)))
+
+        def outputs():
+            with torch.no_grad(), on_fixed_tensors() as run:
+                return run(**self.inputs)
+
+        self.outputs = [replays.buffer_like(f"out{i}", t) for i, t in enumerate(replays.warm_up(outputs))]
+        self.forward_graph = replays.record(forward)
+        if grad:
+            self._record_backward(on_fixed_tensors, stand_ins, len(adapter_places))
+
+    def _record_backward(self, on_fixed_tensors, stand_ins: list[torch.Tensor], n_adapters: int) -> None:
+        replays = self.replays
+        leaves = {name: t.detach().requires_grad_() for name, t in self.inputs.items() if self.wants[name]}
+        first_adapter = len(stand_ins) - n_adapters
+        adapters = zip(stand_ins[first_adapter:], self.trains, strict=True)
+        stand_ins[first_adapter:] = [t.detach().requires_grad_(trains) for t, trains in adapters]
+        trained = [t for t in stand_ins[first_adapter:] if t.requires_grad]
+        wanted = [*leaves.values(), *trained]
+        self.d_outputs = [replays.buffer_like(f"d_out{i}", t) for i, t in enumerate(self.outputs)]
+        for d_output in self.d_outputs:
+            d_output.zero_()
+        flat = torch.empty(sum(t.numel() for t in trained), dtype=trained[0].dtype, device=replays.device)
+        self.flat = replays.buffer_like("d_adapters", flat)
+        self.d_inputs = {name: replays.buffer_like(f"d_{name}", t) for name, t in leaves.items()}
+        results = [*self.d_inputs.values(), *_unflatten_dense_tensors(self.flat, trained)]
+
+        def backward():
+            with torch.enable_grad(), on_fixed_tensors() as run:
+                outputs = run(**{**self.inputs, **leaves})
+                used, d_used = zip(*((o, d) for o, d in zip(outputs, self.d_outputs, strict=True) if o.requires_grad), strict=True)
+                gradients = torch.autograd.grad(used, wanted, d_used, allow_unused=True)
+            with torch.no_grad():
+                for result, gradient in zip(results, gradients, strict=True):
+                    result.zero_() if gradient is None else result.copy_(gradient)
+
+        replays.warm_up(backward)
+        self.backward_graph = replays.record(backward)
+
+    def load(self, layer: LayerReplay, adapters: list[torch.Tensor], inputs: dict) -> None:
+        """Copy everything that a replay reads to where it reads it."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            sources = layer.packed() + [owner[key] for owner, key in layer.kind.other] + adapters + _given(inputs)
+            for group, targets in self.launches:
+                torch._foreach_copy_(targets, [sources[i] for i in group])
+
+    def forward(self) -> list[torch.Tensor]:
+        self.forward_graph.replay()
+        return [t.clone() for t in self.outputs]
+
+    def backward(self, d_outputs) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        for target, source in zip(self.d_outputs, d_outputs, strict=True):
+            target.copy_(source)
+        self.backward_graph.replay()
+        return {name: t.clone() for name, t in self.d_inputs.items()}, self.flat.clone()
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layer: LayerReplay, recording: Recording, *tensors):
+        inputs = dict(zip(INPUTS, tensors, strict=False))
+        ctx.layer, ctx.recording = layer, recording
+        ctx.save_for_backward(*tensors)
+        recording.load(layer, list(tensors[len(INPUTS) :]), inputs)
+        outputs = recording.forward()
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *d_outputs):
+        tensors = ctx.saved_tensors
+        inputs, adapters = dict(zip(INPUTS, tensors, strict=False)), tensors[len(INPUTS) :]
+        recording = ctx.recording
+        recording.load(ctx.layer, list(adapters), inputs)
+        d_inputs, flat = recording.backward(d_outputs)
+        trained = [t for t, trains in zip(adapters, recording.trains, strict=True) if trains]
+        gradients = iter(_unflatten_dense_tensors(flat, trained))
+        d_adapters = [next(gradients) if trains else None for trains in recording.trains]
+        return None, None, *(d_inputs.get(name) for name in INPUTS), *d_adapters
+
+
+def _make_recording(layer, places, inputs, wants, grad) -> Recording | None:
+    begin = time.perf_counter()
+    try:
+        recording = Recording(layer, places, inputs, wants, grad)
+    except RuntimeError as error:
+        layer.replays.broken = True
+        logger.warning("CUDA graphs are off, because recording one failed: %s", str(error).splitlines()[0])
+        return None
+    layer.replays.seconds += time.perf_counter() - begin
+    return recording
+
+
+def _like(tensor: torch.Tensor | None) -> tuple | None:
+    return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+
+
+def replay(layer: LayerReplay, x, ple, k, v, cos, sin, mask):
+    """(output, ...) of `layer` by replaying a recording, or None where there is none to replay."""
+    adapters = layer.kind.adapters()
+    if adapters is None:
+        return None
+    places, numbers = adapters
+    tensors = [owner[key] for owner, key in places]
+    inputs = dict(zip(INPUTS, (x, ple, k, v, cos, sin, mask), strict=True))
+    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs.values(), *tensors))
+    if grad and not any(t.requires_grad for t in tensors):
+        return None
+    shape_key = (tuple(x.shape), _like(mask))
+    wants = {name: grad and t is not None and t.requires_grad for name, t in inputs.items()}
+    trains = tuple(t.requires_grad for t in tensors) if grad else None
+    kind_key = (
+        layer.kind.constants, numbers, grad, trains, tuple(wants.values()),
+        tuple(_like(t) for t in inputs.values()), tuple(_like(t) for t in tensors),
+    )  # fmt: skip
+    recording = layer.replays.recordings.get(shape_key, {}).get(kind_key)
+    if recording is None:
+        layer.met[shape_key, grad] += 1
+        if layer.met[shape_key, grad] < RECORD_AT or not layer.replays.may_record(shape_key):
+            return None
+        recording = _make_recording(layer, places, inputs, wants, grad)
+        if recording is None:
+            return None
+        if shape_key not in layer.replays.recordings:
+            logger.info("Recording CUDA graphs for batches of shape %s.", tuple(x.shape[:2]))
+        layer.replays.recordings.setdefault(shape_key, {})[kind_key] = recording
+    if grad:
+        outputs = _Replayed.apply(layer, recording, *inputs.values(), *tensors)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+    recording.load(layer, tensors, inputs)
+    return tuple(recording.forward())
