@@ -8,5 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 scripts/setup.sh newest
 # `accelerate launch` gives a process one thread unless told otherwise.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN)}
+# Threads that wait without spinning: on a busy machine, spinning ones cost many times the work itself.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 exec .venv-newest/bin/python -m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
     recipes/sft_demo.py "$@"

@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}  # spinning threads of two workers slow each other down
 sets="newest vllm"
 case "${1:-}" in
     newest | vllm) sets=$1; shift ;;

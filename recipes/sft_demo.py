@@ -28,24 +28,33 @@ class DemoArguments:
     model: str = field(default="smollm2", metadata={"help": "smollm2, tiny-gemma4, or the folder or id of another model."})
     train_rows: int = field(default=224, metadata={"help": "Training rows."})
     eval_rows: int = field(default=31, metadata={"help": "Held-out rows; their items occur in no training row."})
-    shown: int = field(default=4, metadata={"help": "Held-out rows that are answered and printed, before and after."})
+    shown: int = field(default=8, metadata={"help": "Held-out rows that are answered and printed, before and after."})
 
 
 @dataclass
 class DemoConfig(QLoRASFTConfig):
     output_dir: str | None = field(default="outputs/sft_demo", metadata={"help": "Folder for the adapter and the picture."})
     num_train_epochs: float = field(default=1.0, metadata={"help": "Epochs."})
-    per_device_train_batch_size: int = field(default=8, metadata={"help": "Rows a step."})
+    per_device_train_batch_size: int = field(default=4, metadata={"help": "Rows a step."})
     per_device_eval_batch_size: int = field(default=31, metadata={"help": "Rows an evaluation step."})
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate."})
+    warmup_steps: float = field(default=4, metadata={"help": "Steps until the peak learning rate."})
+    bf16: bool | None = field(default=None, metadata={"help": "Unset: bf16 where the processor or GPU computes in it."})
     max_length: int | None = field(default=128, metadata={"help": "Rows are cut to this many tokens."})
     logging_steps: float = field(default=1, metadata={"help": "Steps between two logs."})
     eval_strategy: str = field(default="steps", metadata={"help": "When to evaluate on the held-out rows."})
     eval_steps: float | None = field(default=14, metadata={"help": "Steps between two evaluations."})
     save_strategy: str = field(default="no", metadata={"help": "The adapter is saved at the end in any case."})
     report_to: str = field(default="none", metadata={"help": "Where to log."})
-    # A few dozen short rows: nothing is gained by computing a layer twice.
+    # Few short rows: nothing is gained by computing a layer twice.
     gradient_checkpointing: bool = field(default=False, metadata={"help": "Compute activations again instead of keeping them."})
+
+    def __post_init__(self):
+        if self.bf16 is None and (self.use_cpu or not torch.cuda.is_available()):
+            # Without such instructions a CPU emulates bf16, many times slower than fp32.
+            self.bf16 = bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
+        super().__post_init__()
 
 
 def main() -> None:
@@ -58,10 +67,10 @@ def main() -> None:
 
     asked = held_out[: demo.shown]
     loss_before = trainer.evaluate()["eval_loss"]
-    before = answers(trainer.model, trainer.processing_class, asked)
+    before = answers(trainer.model, trainer.processing_class, asked, max_new_tokens=32)
     trainer.train()
     loss_after = trainer.evaluate()["eval_loss"]
-    after = answers(trainer.model, trainer.processing_class, asked)
+    after = answers(trainer.model, trainer.processing_class, asked, max_new_tokens=32)
     trainer.save_model()
     if not on_main:
         return

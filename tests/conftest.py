@@ -12,6 +12,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS=str(THREADS),
+    OMP_WAIT_POLICY="PASSIVE",  # threads that spin while they wait slow everything down on a busy machine
     MPLBACKEND="Agg",
 )
 for _name in list(os.environ):  # a shell that a launcher left behind must not make tests believe they are one of many ranks

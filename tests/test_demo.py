@@ -41,7 +41,7 @@ def test_tiny_gemma4_has_all_that_makes_gemma4_special(gemma4):
 
 
 def test_tiny_gemma4_repeats(gemma4, tmp_path):
-    again = models.tiny_gemma4(str(tmp_path / "again"))
+    models.tiny_gemma4(str(tmp_path / "again"))
     files = sorted(p.name for p in (tmp_path / "again").iterdir())
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= set(files)
     for name in files:

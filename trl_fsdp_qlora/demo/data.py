@@ -19,7 +19,7 @@ CURRENCIES = [
     ("USD", "$", "dollar", "dollars", "cent", "cents"),
     ("GBP", "£", "pound", "pounds", "penny", "pence"),
     ("INR", "₹", "rupee", "rupees", "paisa", "paise"),
-    ("CHF", "Fr.", "Swiss franc", "Swiss francs", "centime", "centimes"),
+    ("CHF", "Fr. ", "Swiss franc", "Swiss francs", "centime", "centimes"),
 ]
 
 FRAMES = [
@@ -39,6 +39,7 @@ FRAMES = [
     "Only {amount} for {item}, not bad!",
 ]
 
+# Some with an article, which the answer leaves out.
 TRAIN_ITEMS = """
 train tickets, bus fare, a taxi ride, bicycle repair, parking, car wash, engine oil, winter tyres, a road map, bridge toll,
 coffee beans, green tea, orange juice, fresh bread, brown rice, olive oil, goat cheese, smoked salmon, chicken wings, tomato soup,
@@ -47,8 +48,9 @@ printer paper, blue ink, pencils, a notebook, envelopes, postage stamps, a desk 
 a phone case, a charger, batteries, light bulbs, an extension cord, wall paint, a hammer, nails, garden hose, flower pots,
 tulips, grass seed, dog food, a cat toy, fish tank filters, vet visit, cough syrup, bandages, toothpaste, shampoo,
 hand soap, sunscreen, a haircut, swimming lessons, gym membership, yoga mat, running shoes, a rain jacket, wool socks, a leather belt,
-a silk scarf, sunglasses, a wrist watch, museum entry, cinema tickets, concert tickets, a board game, playing cards, guitar strings, piano lessons,
-a cookbook, two novels, a magazine, newspapers, photo prints, picture frames, a wedding gift, laundry, dry cleaning, window cleaning,
+a silk scarf, sunglasses, a wrist watch, museum entry, cinema tickets,
+concert tickets, a board game, playing cards, guitar strings, piano lessons, a cookbook, two novels, a magazine, newspapers,
+photo prints, picture frames, a wedding gift, laundry, dry cleaning, window cleaning,
 hotel room, camping site, a sleeping bag, a tent, ski rental, boat trip, city tour, luggage storage, travel insurance, a passport photo
 """
 
@@ -56,7 +58,8 @@ HELD_OUT_ITEMS = """
 ferry tickets, a rental car, brake pads, a bike helmet, apple pie, black pepper, frozen peas, peanut butter, mineral water, noodle soup,
 sushi, a picnic basket, gift wrap, a stapler, red markers, a wireless mouse, a memory card, door handles, a screwdriver, rose bushes,
 bird seed, eye drops, shaving cream, dance classes, hiking boots, a wool hat, zoo entry, theatre tickets, a jigsaw puzzle, violin strings,
-a travel guide, poster prints, carpet cleaning, a hostel bed, a fishing rod, a museum guide, garden gloves, a bread knife, table cloths, a cat basket
+a travel guide, poster prints, carpet cleaning, a hostel bed, a fishing rod, a museum guide, garden gloves, a bread knife, table cloths,
+a cat basket
 """
 
 SMALL = (
@@ -68,6 +71,11 @@ TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 def _items(words):
     return [item.strip() for item in words.replace("\n", " ").split(",")]
+
+
+def _name(item):
+    """The item as the answer has it: without its article."""
+    return item.removeprefix("a ").removeprefix("an ")
 
 
 def _words(number):
@@ -99,7 +107,7 @@ def _row(item, rng):
     currency = rng.choice(CURRENCIES)
     note = rng.choice(FRAMES).format(amount=_say_amount(whole, cents, currency, rng), item=item)
     note = note[0].upper() + note[1:]
-    name = item.removeprefix("a ").removeprefix("an ")
+    name = _name(item)
     answer = f'{{"item": "{name}", "amount": {whole}.{cents:02d}, "currency": "{currency[0]}"}}'
     return {
         "prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": note}],
@@ -109,6 +117,8 @@ def _row(item, rng):
 
 def _rows(items, count, seed):
     """`count` different rows; the items take turns, so that all of them occur about equally often."""
+    if count < 1:
+        raise ValueError(f"`count={count}` asks for no rows. Write 1 or more.")
     rng = random.Random(f"trl_fsdp_qlora expenses {seed} {count}")
     rows, notes, deck = [], set(), []
     while len(rows) < count:
@@ -133,7 +143,8 @@ def held_out_rows(count: int = 31, seed: int = 0) -> list[dict]:
     Raises:
         ValueError: if the word lists overlap, so that a held-out answer could be recited.
     """
-    shared = set(_items(TRAIN_ITEMS)) & set(_items(HELD_OUT_ITEMS))
+    known = [_name(item) for item in _items(TRAIN_ITEMS)]
+    shared = [name for name in map(_name, _items(HELD_OUT_ITEMS)) if any(name in other or other in name for other in known)]
     if shared:
-        raise ValueError(f"Training and held-out items overlap: {', '.join(sorted(shared))}.")
+        raise ValueError(f"Training and held-out items overlap: {', '.join(shared)}.")
     return _rows(_items(HELD_OUT_ITEMS), count, seed)

@@ -39,6 +39,8 @@ def plot_curves(log_history: list[dict], path: str, title: str = "") -> str:
         axis.set_xlabel("step")
         axis.set_title(name)
         axis.grid(alpha=0.3)
+        if name == "loss" and _spans_decades(axis.get_lines()):
+            axis.set_yscale("log")
         if any(label for _, label in curves):
             axis.legend()
     figure.suptitle(title)
@@ -55,6 +57,12 @@ def _points(log_history: list[dict], key: str) -> list[tuple[int, float]]:
     return [(step, value) for step, value in points if math.isfinite(value)]
 
 
+def _spans_decades(lines: list) -> bool:
+    """Whether a linear axis would flatten the lower part of these curves."""
+    values = [value for line in lines for value in line.get_ydata()]
+    return min(values) > 0 and max(values) > 10 * min(values)
+
+
 @torch.no_grad()
 def answers(model, tokenizer, rows: list[dict], max_new_tokens: int = 40) -> list[str]:
     """Greedy answers to the prompts of conversational prompt/completion rows, all at once."""
@@ -66,7 +74,7 @@ def answers(model, tokenizer, rows: list[dict], max_new_tokens: int = 40) -> lis
             [row["prompt"] for row in rows], add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         ).to(model.device)
         tokens = model.generate(
-            **inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
+            **inputs, max_new_tokens=max_new_tokens, do_sample=False, use_cache=True, pad_token_id=tokenizer.pad_token_id
         )
     finally:
         tokenizer.padding_side = side
