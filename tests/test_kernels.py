@@ -197,7 +197,7 @@ def test_fifty_steps_fused_replayed_and_plain(checkpoint, tmp_path):
     agree(losses["replayed"], losses["plain"], 1e-3)
     agree(losses["replayed"][:8], losses["plain"][:8], 2e-6)
     replays = runs["replayed"][1]
-    assert not replays.broken
+    assert not replays.broken and replays.worst_error < 1e-5
     # Eight layers, six kinds.
     assert [len(kinds) for kinds in replays.recordings.values()] == [6]
 
@@ -223,6 +223,31 @@ def test_replay_of_bf16_adapters_and_without_checkpointing(checkpoint, tmp_path)
     assert replays.recordings
     # The fused linear rounds each product of a bf16 adapter once, PEFT several times.
     agree(logged(replayed), logged(plain), 2e-2)
+
+
+def test_a_replay_that_differs_is_noticed(checkpoint, tmp_path, monkeypatch):
+    """Recordings that go on using the weights of the layer they were made of: layers that share one must not be trained on it."""
+
+    def without_packed(self):
+        return [replay.as_integers(owner[key].detach().as_subclass(torch.Tensor)) for owner, key in first.kind.packed]
+
+    def change(trainer):
+        nonlocal first
+        first = next(m.replay for m in trainer.model.modules() if hasattr(m, "replay") and m.layer_idx == 1)
+        other = next(m.replay for m in trainer.model.modules() if hasattr(m, "replay") and m.layer_idx == 3)
+        monkeypatch.setattr(other, "packed", without_packed.__get__(other))
+
+    first = None
+    plain, _ = train(checkpoint, tmp_path, "plain", max_steps=4)
+    replayed, replays = train(checkpoint, tmp_path, "replayed", change=change, max_steps=4)
+    assert replays.broken and replays.worst_error > replay.MAX_ERROR
+    agree(logged(replayed), logged(plain))
+
+
+def test_mlps_in_tiles(checkpoint, tmp_path):
+    (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, max_steps=4, mlp_tile_size=10) for how in ("plain", "replayed"))
+    assert replays.recordings and not replays.broken
+    agree(logged(replayed), logged(plain))
 
 
 def test_hooks_dropout_and_merged_layers_run_eagerly(checkpoint, tmp_path):

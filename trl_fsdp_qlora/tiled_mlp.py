@@ -25,6 +25,7 @@ def tile_mlps(base: nn.Module, tile_size: int) -> int:
         if mlp is None or any("router" in name or "gate" == name for name, _ in mlp.named_children()):
             continue
         mlp.forward = types.MethodType(_tiled(mlp.forward, tile_size), mlp)
+        mlp.tile_size = tile_size  # for fused layers, which do not call it
         tiled += 1
     return tiled
 

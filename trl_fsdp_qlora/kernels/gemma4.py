@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, H query heads, K key/value heads, D head dimension.
 import types
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer, eager_attention_forward
 
@@ -162,16 +163,30 @@ class FusedGemma4TextDecoderLayer(Gemma4TextDecoderLayer):
         hidden_states = _add(self.post_attention_layernorm, hidden_states, self.joined_o(x))
 
         x = rms_norm(hidden_states, self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm.eps)
-        gate_up = self.joined_gate_up(x)
-        x = split_gated_gelu(gate_up.view(-1, gate_up.shape[-1])).view(*x.shape[:-1], -1)
+        x = self._feed_forward(x)
         with_ple = bool(self.hidden_size_per_layer_input)
         scale = self.layer_scalar
-        hidden_states = _add(self.post_feedforward_layernorm, hidden_states, self.joined_down(x), None if with_ple else scale)
+        hidden_states = _add(self.post_feedforward_layernorm, hidden_states, x, None if with_ple else scale)
 
         if with_ple:
             x = gated_gelu(self.joined_ple_gate(hidden_states), per_layer_input)
             hidden_states = _add(self.post_per_layer_input_norm, hidden_states, self.joined_ple_out(x), scale)
         return hidden_states
+
+    def _feed_forward(self, x_BSI):
+        """In tiles of a row's tokens where `tile_mlps` asks for them."""
+        tile_size = getattr(self.mlp, "tile_size", 0) or x_BSI.shape[1]
+        if x_BSI.shape[1] <= tile_size:
+            return self._mlp(x_BSI)
+        tiles = x_BSI.split(tile_size, dim=1)
+        if torch.is_grad_enabled():
+            # Nothing here is random, and the state of random numbers cannot be read while a graph is recorded.
+            return torch.cat([checkpoint(self._mlp, tile, use_reentrant=False, preserve_rng_state=False) for tile in tiles], dim=1)
+        return torch.cat([self._mlp(tile) for tile in tiles], dim=1)
+
+    def _mlp(self, x_BSI):
+        gate_up = self.joined_gate_up(x_BSI)
+        return self.joined_down(split_gated_gelu(gate_up.view(-1, gate_up.shape[-1])).view(*x_BSI.shape[:-1], -1))
 
     def _attend(self, x_BSI, shared_kv_states, position_embeddings, attention_mask, kwargs):
         attention = self.self_attn

@@ -9,6 +9,9 @@ a whole model.
 The backward recording computes the layer again from its inputs. That is gradient checkpointing, and nothing but the
 inputs of a layer is kept between the two, whatever `gradient_checkpointing` says.
 
+The first replay of each layer is compared with the layer's own operations, forward and backward. If they differ, replaying
+stops with a warning, and training goes on without it.
+
 A shape is recorded when a layer meets it for the second time, and the first few such shapes are kept. Everything else (other
 shapes, generation with a cache, dropout, hooks on inner modules) takes the layer's own forward.
 """
@@ -32,6 +35,8 @@ logger = get_logger(__name__)
 # Shapes of a batch that are recorded; each costs a few seconds once, and tens of MiB.
 MAX_SHAPES = 4
 RECORD_AT = 2
+# Relative error of a replay against the same operations issued one by one; the same kernels, so far less is seen.
+MAX_ERROR = 2e-2
 INPUTS = ("x", "ple", "k", "v", "cos", "sin", "mask")
 
 # A place that holds a tensor: the dictionary of a module (or of a quantisation state) and a key in it.
@@ -58,7 +63,8 @@ class Replays:
         self.device = device
         self.recordings: dict[tuple, dict[tuple, Recording]] = {}
         self.broken = self.full = False
-        self.seconds = 0.0  # spent on recording
+        self.seconds = 0.0  # spent on recording and checking
+        self.worst_error = 0.0
         self._pool = self._stream = self._arena = None
         self._buffers: dict[tuple, torch.Tensor] = {}
 
@@ -121,6 +127,7 @@ class LayerReplay:
     def __init__(self, replays: Replays, kind: Kind):
         self.replays, self.kind = replays, kind
         self.met: Counter = Counter()
+        self.checked: set[Recording] = set()
         self._views: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(kind.packed)
 
     def packed(self) -> list[torch.Tensor]:
@@ -279,6 +286,36 @@ def _make_recording(layer, places, inputs, wants, grad) -> Recording | None:
     return recording
 
 
+def _same_as_issued(layer: LayerReplay, recording: Recording, inputs: dict, adapters: list[torch.Tensor], grad: bool) -> bool:
+    """Whether `layer` computes the same by replay and by issuing its operations, gradients included; noted for next time."""
+    begin = time.perf_counter()
+    leaves = {name: t.detach().requires_grad_(recording.wants[name]) if t is not None else None for name, t in inputs.items()}
+    with torch.set_grad_enabled(grad), torch.autocast(layer.replays.device.type, enabled=False):
+        expected = list(layer.kind.run(**leaves))
+    # Any gradients will do; drawing some would move the random numbers of training.
+    d_outputs = [t.detach().flip(-1) for t in expected]
+    if grad:
+        wanted = [t for t in leaves.values() if t is not None and t.requires_grad] + [t for t in adapters if t.requires_grad]
+        used, d_used = zip(*((o, d) for o, d in zip(expected, d_outputs, strict=True) if o.requires_grad), strict=True)
+        grads = torch.autograd.grad(used, wanted, d_used, allow_unused=True)
+        expected += [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, grads, strict=True)]
+    with torch.no_grad():
+        recording.load(layer, adapters, inputs)
+        got = recording.forward()
+        if grad:
+            d_inputs, flat = recording.backward(d_outputs)
+            got += [*d_inputs.values(), *_unflatten_dense_tensors(flat, [t for t in adapters if t.requires_grad])]
+        errors = [(a - b).float().norm() / b.float().norm().clamp_min(1e-12) for a, b in zip(got, expected, strict=True)]
+        worst = torch.stack(errors).max().item()
+    layer.checked.add(recording)
+    layer.replays.seconds += time.perf_counter() - begin
+    layer.replays.worst_error = max(layer.replays.worst_error, worst)
+    if not worst <= MAX_ERROR:
+        layer.replays.broken = True
+        logger.warning("CUDA graphs are off: a replayed layer differs from its operations by %.1e (relative).", worst)
+    return not layer.replays.broken
+
+
 def _like(tensor: torch.Tensor | None) -> tuple | None:
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
 
@@ -312,6 +349,8 @@ def replay(layer: LayerReplay, x, ple, k, v, cos, sin, mask):
         if shape_key not in layer.replays.recordings:
             logger.info("Recording CUDA graphs for batches of shape %s.", tuple(x.shape[:2]))
         layer.replays.recordings.setdefault(shape_key, {})[kind_key] = recording
+    if layer.replays.broken or recording not in layer.checked and not _same_as_issued(layer, recording, inputs, tensors, grad):
+        return None
     if grad:
         outputs = _Replayed.apply(layer, recording, *inputs.values(), *tensors)
         return outputs if isinstance(outputs, tuple) else (outputs,)
