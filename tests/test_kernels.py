@@ -9,7 +9,7 @@ from torch import nn
 from tests.tiny import logged, sft_config, token_rows
 from trl_fsdp_qlora import QLoRASFTTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4
-from trl_fsdp_qlora.kernels import attention, fusing, gemma4, joined_layers, replay
+from trl_fsdp_qlora.kernels import attention, fusing, gemma4, joined_layers, replay, walks
 from trl_fsdp_qlora.kernels.qlora_linear import LinearGroup, QLoRALinear, Slot, qlora_linear_reference
 
 CPU = torch.device("cpu")
@@ -166,6 +166,7 @@ def fuse(model, replayed: bool):
     assert layers and not kept
     fusing._use_own_attention(layers[0].config)
     model.get_base_model().disable_input_require_grads()
+    walks.shorten_walks(model)
     if not replayed:
         return None
     replays = OnCpu(CPU)
@@ -302,6 +303,22 @@ def test_other_places_are_found_after_a_copy(checkpoint, tmp_path):
         # Below what accelerate binds to the model it was given.
         original, other = (m.eval().get_base_model().model(input_ids=ids).last_hidden_state for m in (trainer.model, copied))
     assert not torch.allclose(original, other)
+
+
+def test_shortened_walks_answer_as_before(checkpoint, tmp_path):
+    trainer = QLoRASFTTrainer(checkpoint, sft_config(tmp_path, bf16=False), train_dataset=token_rows(8))
+    model = trainer.model
+    count = model.get_base_model().num_parameters(exclude_embeddings=True)
+    walks.shorten_walks(model)
+    assert {model.get_base_model().num_parameters(exclude_embeddings=True) for _ in range(2)} == {count}
+    for _ in range(3):
+        assert model.train() is model and all(m.training for m in model.modules())
+    model.get_base_model().model.language_model.layers[1].eval()
+    assert not all(m.training for m in model.modules())
+    assert all(m.training for m in model.train().modules())
+    assert not any(m.training for m in model.eval().modules())
+    assert all(m.training for m in model.train().modules())
+    trainer.train()
 
 
 def test_packed_bytes_are_copied_as_integers():

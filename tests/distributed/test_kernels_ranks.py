@@ -50,7 +50,12 @@ def train(checkpoint, out, how, env, gradient_accumulation_steps=1):
     base_trainer.apply_fused_layers = apply
     share = int(os.environ.get("WORLD_SIZE", 1)) * gradient_accumulation_steps
     config = sft_config(
-        out, max_steps=8, bf16=False, per_device_train_batch_size=4 // share, gradient_accumulation_steps=gradient_accumulation_steps
+        out,
+        max_steps=8,
+        bf16=False,
+        fused=True,
+        per_device_train_batch_size=4 // share,
+        gradient_accumulation_steps=gradient_accumulation_steps,
     )
     torch.manual_seed(0)
     trainer = QLoRASFTTrainer(checkpoint, config, train_dataset=token_rows(64))
