@@ -124,3 +124,10 @@ class TestCardsWithoutBf16:
     def test_bf16_is_refused(self):
         with pytest.raises(ValueError, match="Tesla T4 has no native bf16.*fp16=True"):
             self.precision(bf16=True)
+
+
+def test_without_an_accelerator_the_cpu_trains(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = QLoRASFTConfig(str(tmp_path), report_to=[])
+    assert config.use_cpu and config.bf16

@@ -11,6 +11,10 @@ from typing import Literal
 import torch
 from trl import SFTConfig
 
+from .logging import get_logger
+
+logger = get_logger(__name__)
+
 QUANT_TYPES = ("nf4", "fp4")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # The containers bitsandbytes can pack two 4-bit numbers per byte into.
@@ -141,10 +145,14 @@ class QLoRASFTConfig(QLoRAArguments, SFTConfig):
 
 
 def choose_supported_precision(args) -> None:
-    """Take fp16 on a GPU without native bf16 (T4, V100) if the user left the precision open; refuse bf16 there.
+    """Train on the CPU if there is nothing else. Take fp16 on a GPU without native bf16 (T4, V100) if the user left the precision open; refuse bf16 there.
 
     `torch.cuda.is_bf16_supported()` says yes on such cards, because it counts emulation; TRL's default is then bf16.
     """
+    if not args.use_cpu and not torch.accelerator.is_available():
+        # transformers refuses bf16 here, and would train on the CPU without a word with neither precision set.
+        logger.info("No accelerator: training on the CPU.")
+        args.use_cpu = True
     if args.use_cpu or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 8:
         return
     if args.bf16:
