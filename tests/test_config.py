@@ -99,6 +99,7 @@ class TestCardsWithoutBf16:
 
     @pytest.fixture(autouse=True)
     def old_card(self, monkeypatch):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
