@@ -80,13 +80,17 @@ class ServerEngine:
     """
 
     def __init__(self, base_url: str, timeout: float, folder: str, model: str, rank: int):
-        self.client = AdapterClient(base_url, timeout)
+        self._command = server_command(model, rank, urlparse(base_url).port or 8000)
+        try:
+            self.client = AdapterClient(base_url, timeout)
+        except requests.ConnectionError:
+            raise ConnectionError(
+                f"No vLLM server answered at {base_url} within {timeout:g} s (`vllm_server_timeout`). Start it with: {self._command}"
+            ) from None
         self.folder = os.path.abspath(folder)
         # Names of this run alone: the server's prefix cache tells adapters apart by name, and it outlives the run.
         self._run = uuid.uuid4().hex[:8]
         self._name: str | None = None
-        port = urlparse(base_url).port or 8000
-        self._command = server_command(model, rank, port)
         config = self._check(rank)
         self.max_length = int(config["model_config"]["max_model_len"])
         self.dtype = DTYPES.get(str(config["lora_config"]["lora_dtype"]), torch.float32)

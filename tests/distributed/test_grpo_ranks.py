@@ -1,0 +1,114 @@
+"""`QLoRAGRPOTrainer` on real gloo ranks: sharded, and with a replicated base."""
+
+import json
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from tests.distributed.launch import RankError, run_ranks
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+LAYOUTS = {"FSDP2": FSDP, "base replicated": {}}
+HAS_VLLM = find_spec("vllm") is not None
+PROMPTS = ["hello world", "what is one and two", "a short text", "123 words"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model_cache):
+    from trl_fsdp_qlora.demo.models import tiny_gemma4
+
+    return tiny_gemma4(str(model_cache / "grpo"), text_only=True)
+
+
+def grpo_trainer(checkpoint, output_dir, *, global_batch=8, reward=None, model=None, trainer_args=None, **fields):
+    from datasets import Dataset
+
+    from trl_fsdp_qlora import QLoRAGRPOConfig, QLoRAGRPOTrainer
+
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    defaults = dict(
+        use_cpu=True,
+        bf16=False,
+        max_steps=5,
+        per_device_train_batch_size=global_batch // ranks,
+        num_generations=4,
+        max_completion_length=8,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        shuffle_dataset=False,
+        dataloader_pin_memory=False,
+    )
+    args = QLoRAGRPOConfig(output_dir, **{**defaults, **fields})
+    rows = Dataset.from_dict({"prompt": PROMPTS * 6})
+    return QLoRAGRPOTrainer(model or checkpoint, reward or token_reward, args, train_dataset=rows, **(trainer_args or {}))
+
+
+def token_reward(completion_ids, **kwargs):
+    """Something that differs between completions and needs no text."""
+    return [sum(i % 7 for i in ids) / 7 - len(ids) / 2 for ids in completion_ids]
+
+
+def given_completions(prompts, trainer):
+    """The same completions for the same prompts at any number of ranks, of unequal lengths."""
+    prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    offset = trainer.args.process_index * len(prompts)
+    completion_ids = []
+    for row in range(len(prompts)):
+        generator = torch.Generator().manual_seed(1000 * trainer.state.global_step + offset + row)
+        length = int(torch.randint(1, 9, (1,), generator=generator))
+        completion_ids.append(torch.randint(8, 300, (length,), generator=generator).tolist())
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
+
+
+def logged(trainer, *names) -> list[list[float]]:
+    return [[float(e[name]) for name in names] for e in trainer.state.log_history if "loss" in e]
+
+
+def train_on_given_completions(checkpoint, output_dir, **fields):
+    trainer = grpo_trainer(checkpoint, output_dir, beta=0.1, trainer_args={"rollout_func": given_completions}, **fields)
+    trainer.train()
+    return logged(trainer, "loss", "grad_norm", "reward", "kl", "entropy", "completions/mean_length")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_same_losses_as_one_rank(checkpoint, tmp_path, layout):
+    env = {**LAYOUTS[layout], "TRL_EXPERIMENTAL_SILENCE": "1"}
+    (alone,) = run_ranks(1, train_on_given_completions, checkpoint, str(tmp_path / "1"), env=env)
+    both = run_ranks(2, train_on_given_completions, checkpoint, str(tmp_path / "2"), env=env)
+    assert len(alone) == 5 and alone[0][3] == 0 and alone[4][3] > 0
+    for steps in both:
+        for (*numbers, length), (*expected, expected_length) in zip(steps, alone, strict=True):
+            assert length == expected_length
+            assert numbers == pytest.approx(expected, rel=2e-4, abs=2e-6)
+
+
+def train_with_unequal_lengths(checkpoint, output_dir, **fields):
+    """Rank 0's completions end after a token or two, rank 1's never do."""
+    trainer = grpo_trainer(checkpoint, output_dir, max_completion_length=24, **fields)
+    ends = list(range(8, 400)) if trainer.args.process_index == 0 else [1]
+    trainer.eos_token_ids = trainer.generation_config.eos_token_id = ends
+    trainer.train()
+    trainable = sum(p.requires_grad for p in trainer.model.parameters())
+    return {
+        "lengths": logged(trainer, "completions/min_length", "completions/max_length"),
+        "gaps": logged(trainer, "logprob_gap/mean", "logprob_gap/max"),
+        "trainable": trainable,
+        "losses": logged(trainer, "loss", "reward"),
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unequal_lengths_do_not_hang(checkpoint, tmp_path, layout):
+    both = run_ranks(2, train_with_unequal_lengths, checkpoint, str(tmp_path), env=LAYOUTS[layout], max_steps=3)
+    for rank in both:
+        assert all(shortest < 8 and longest == 24 for shortest, longest in rank["lengths"])
+        # Generation on sharded weights, with a cache, is the policy that is trained.
+        assert all(mean < 1e-4 and largest < 1e-3 for mean, largest in rank["gaps"]), rank["gaps"]
+        assert rank["trainable"] == 102
+    assert both[0]["losses"] == both[1]["losses"]
