@@ -218,3 +218,27 @@ def test_wider_dtype_on_disk(checkpoint, tmp_path):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model = load_model(str(folder), quantization_config=nf4(), per_layer_embedding_device="cpu", tower_device="cpu")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_weights_that_do_not_fit_their_config(checkpoint, tmp_path):
+    import json
+
+    folder = copy_of(checkpoint, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["intermediate_size"] = 96
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="are not those its config.json describes"):
+        load_model(str(folder))
+
+
+def test_named_modules_are_skipped_besides_the_head(checkpoint):
+    config = nf4()
+    config.llm_int8_skip_modules = ["q_proj"]
+    names = packed_modules(load_model(checkpoint, quantization_config=config))
+    assert names and not [name for name in names if name.endswith("q_proj") or name == "lm_head" or "tower" in name]
+
+
+def test_the_device_is_where_the_model_computes(checkpoint):
+    model = load_model(checkpoint, quantization_config=nf4(), tower_device="cpu", use_cache=False)
+    assert type(model).__name__ == "Gemma4ForConditionalGeneration" and isinstance(model, Gemma4ForConditionalGeneration)
+    assert model.device == torch.device("cpu") and model.config.get_text_config().use_cache is False

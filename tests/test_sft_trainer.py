@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BitsAndBytesConfig
 from trl import SFTConfig
@@ -178,6 +178,13 @@ class TestRefusedBeforeLoading:
             ({"bnb_4bit_quant_type": "fp4"}, {"quantization_config": nf4()}, "write one of the two"),
             ({"model_init_kwargs": {"quantization_config": nf4()}}, {"quantization_config": nf4()}, "write one of them"),
             ({}, {"peft_config": LoraConfig(target_modules=["nothing"])}, "matches none"),
+            ({}, {"peft_config": LoraConfig(inference_mode=True)}, "inference_mode=True"),
+            ({}, {"peft_config": LoraConfig(init_lora_weights="pissa")}, "cannot be done to 4-bit"),
+            ({}, {"peft_config": LoraConfig(bias="all")}, "biases of towers"),
+            ({}, {"peft_config": LoraConfig(modules_to_save=["nonexistent"])}, "does not contain"),
+            ({}, {"peft_config": LoraConfig(trainable_token_indices=[10, 15])}, "tied to the embedding"),
+            ({}, {"peft_config": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}, "per-layer embeddings"),
+            ({"model_init_kwargs": {"dtype": "float16"}}, {}, "do not mix"),
             ({}, {"eval_dataset": Dataset.from_dict({"text": []})}, "`eval_dataset` has no rows"),
             ({}, {"eval_dataset": {"a": Dataset.from_dict({"question": ["x"]})}}, r"eval_dataset\['a'\]"),
             ({}, {"train_dataset": Dataset.from_dict({"text": ["a", None]})}, "Row 1 of `train_dataset`"),
@@ -347,6 +354,19 @@ class TestRows:
         loss.backward()
         assert all(p.grad is None for n, p in model.named_parameters() if "tower" in n)
         assert any(p.grad is not None for p in model.parameters())
+
+
+def test_an_instance_with_adapters_is_refused(checkpoint, tmp_path):
+    model = load_model(checkpoint, quantization_config=nf4())
+    trainer_for(model, tmp_path)
+    with pytest.raises(ValueError, match="already carries adapter layers"):
+        trainer_for(model, tmp_path)
+
+
+def test_rows_without_a_trainable_token_are_refused(checkpoint, tmp_path):
+    rows = Dataset.from_dict({"input_ids": [[2, 40, 41]], "labels": [[-100, -100, -100]]})
+    with pytest.raises(ValueError, match="has a token to train on"):
+        trainer_for(checkpoint, tmp_path, rows)
 
 
 def test_text_only_class(model_cache, tmp_path):

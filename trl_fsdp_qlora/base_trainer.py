@@ -8,19 +8,27 @@ Overridden of `transformers.Trainer`, and why:
 - what `checkpoint.CheckpointMixin` lists.
 """
 
-import os
-import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoProcessor, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from trl.trainer.utils import get_config_model_id
 
 from . import sharding
 from .checkpoint import CheckpointMixin
+from .checks import (
+    check_adapter,
+    check_device_map,
+    check_dtype,
+    check_optimizer,
+    check_output_dir,
+    check_ranks,
+    lives_on,
+)
 from .config import (
     DTYPES,
     QLoRAArguments,
@@ -34,7 +42,7 @@ from .loading import check_attention, inspect_checkpoint, keep_packed_bytes, loa
 from .logging import get_logger
 from .placement import placement_table
 from .ranks import Ranks
-from .sharding_request import ShardingRequest, hidden_from_accelerate, read_sharding_request
+from .sharding_request import hidden_from_accelerate, read_sharding_request
 from .streaming import ShardOf
 from .targets import resolve_peft_config
 from .tiled_mlp import tile_mlps
@@ -72,7 +80,8 @@ class QLoRATrainerMixin(CheckpointMixin):
         check_output_dir(args.output_dir)
         qlora = qlora_arguments(args)
         self.sharding_request = read_sharding_request(args)
-        _check_ranks(args, self.sharding_request)
+        check_ranks(args, self.sharding_request)
+        check_optimizer(args)
         if self.sharding_request.activation_checkpointing:
             logger.warning(
                 "`fsdp_activation_checkpointing` is taken as `gradient_checkpointing=True`: the model checkpoints its "
@@ -87,7 +96,7 @@ class QLoRATrainerMixin(CheckpointMixin):
     def _load(self, name, args, qlora, quantization_config, peft_config) -> Made:
         kwargs = dict(args.model_init_kwargs or {})
         device = args.device
-        _check_device_map(kwargs.pop("device_map", None), device)
+        check_device_map(kwargs.pop("device_map", None), device)
         quantization_config = _one_quantization(qlora, quantization_config, kwargs.pop("quantization_config", None))
         compute = compute_dtype(args)
         dtype = _as_dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)), compute)
@@ -106,7 +115,9 @@ class QLoRATrainerMixin(CheckpointMixin):
         resolved = resolve_peft_config(
             checkpoint.skeleton, peft_config, language_model_only=qlora.language_model_only
         )
-        self._check_adapter(checkpoint.skeleton, resolved)
+        check_dtype(dtype, args)
+        quantised = quantization_config is not None or getattr(checkpoint.config, "quantization_config", None) is not None
+        self._check_peft(checkpoint.skeleton, resolved, args, qlora, quantised)
         model = load_model(
             checkpoint,
             quantization_config=quantization_config,
@@ -121,6 +132,12 @@ class QLoRATrainerMixin(CheckpointMixin):
             **kwargs,
         )
         return Made(model, resolved)
+
+    def _check_peft(self, model, peft_config, args, qlora, quantised: bool) -> None:
+        fsdp = self.sharding_request.fsdp and args.world_size > 1
+        only = qlora.language_model_only
+        check_adapter(model, peft_config, quantised=quantised, fsdp=fsdp, language_model_only=only)
+        self._check_adapter(model, peft_config)
 
     def _check_adapter(self, model: torch.nn.Module, peft_config: PeftConfig) -> None:
         """A trainer's own demands on the adapter, before a weight is read; `model` may be on the meta device."""
@@ -174,12 +191,17 @@ class QLoRATrainerMixin(CheckpointMixin):
         if is_peft:
             self._check_adapter(model, model.peft_config[model.active_adapter])
             return Made(model, None)
+        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+            raise ValueError(
+                "The model already carries adapter layers, from a trainer or `get_peft_model` before. Pass the `PeftModel` "
+                "to go on training them, or load the model again."
+            )
         peft_config = peft_config if peft_config is not None else lora_config(qlora)
         if getattr(model, "hf_device_map", None):
-            _check_device_map(model.hf_device_map, args.device)
+            check_device_map(model.hf_device_map, args.device)
         resolved = resolve_peft_config(model, peft_config, language_model_only=qlora.language_model_only)
-        self._check_adapter(model, resolved)
-        if getattr(model, "quantization_method", None) is None and not _lives_on(model, args.device):
+        self._check_peft(model, resolved, args, qlora, getattr(model, "is_loaded_in_4bit", False))
+        if getattr(model, "quantization_method", None) is None and not lives_on(model, args.device):
             model.to(args.device)
         return Made(model, resolved)
 
@@ -294,59 +316,6 @@ def load_processing_class(model: str | PreTrainedModel | PeftModel, args, *, wan
         ) from error
 
 
-def check_output_dir(output_dir: str) -> None:
-    """Raise `ValueError` now rather than after the first epoch if nothing can be written to `output_dir`."""
-    try:
-        os.makedirs(output_dir, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output_dir):
-            pass
-    except OSError as error:
-        raise ValueError(f"`output_dir={output_dir!r}` cannot be written: {error.strerror}. Choose another.") from None
-
-
-def _check_ranks(args, request: ShardingRequest) -> None:
-    if args.world_size == 1:
-        if request.offload_params:
-            raise ValueError(
-                "`fsdp_offload_params` is set, but there is one rank and nothing to shard. Turn it off: the 4-bit base "
-                "stays on the accelerator, per-layer embeddings and towers already live in host memory."
-            )
-        if request.fsdp:
-            logger.info("One rank: the FSDP configuration is read, and nothing needs wrapping.")
-    if getattr(args, "parallelism_config", None) is not None:
-        raise ValueError(
-            "`parallelism_config` asks for tensor, context or sequence parallelism, which these trainers do not lay "
-            "over 4-bit weights. Leave it out; ranks are used for FSDP2 or data parallelism."
-        )
-
-
-def _check_device_map(device_map, device: torch.device) -> None:
-    """A map may only say what is done anyway: everything on this rank's device."""
-    if device_map is None:
-        return
-    places = set(device_map.values()) if isinstance(device_map, dict) else {device_map}
-    if {_same_device(place, device) for place in places} != {True}:
-        raise ValueError(
-            f"`device_map={device_map!r}` conflicts with this rank's device. Leave it out: each rank loads onto its own "
-            f"device, which here is {{'': {str(device)!r}}}; host memory is chosen by `per_layer_embedding_device` and "
-            "`tower_device`."
-        )
-
-
-def _same_device(place, device: torch.device) -> bool:
-    if place == "auto":
-        return False
-    try:
-        place = torch.device(device.type, place) if isinstance(place, int) else torch.device(place)
-    except RuntimeError:
-        return False
-    return place.type == device.type and (place.index or 0) == (device.index or 0)
-
-
-def _lives_on(model, device: torch.device) -> bool:
-    return all(_same_device(p.device, device) for p in model.parameters())
-
-
 def _one_of(name: str, field, from_kwargs):
     if field is not None and from_kwargs is not None and field != from_kwargs:
         raise ValueError(
@@ -359,6 +328,7 @@ def _one_quantization(qlora: QLoRAArguments, argument, from_kwargs):
     if argument is not None and from_kwargs is not None:
         raise ValueError("`quantization_config` is given to the trainer and in `model_init_kwargs`: write one of them.")
     given = argument if argument is not None else from_kwargs
+    given = BitsAndBytesConfig(**given) if isinstance(given, dict) else given
     if given is None:
         return None
     changed = qlora.changed_fields(*BNB_FIELDS)

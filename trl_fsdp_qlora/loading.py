@@ -95,7 +95,7 @@ def load_model(
     Args:
         checkpoint: name, folder, or what `inspect_checkpoint` returned.
         quantization_config: `None` loads in `dtype`. Towers, connectors, embeddings and the head are added to what
-            it skips, unless it names modules to skip itself. Ignored, with a warning, if the checkpoint is already
+            it skips. Ignored, with a warning, if the checkpoint is already
             quantised.
         dtype: of everything that is not quantised.
         attn_implementation: for the language model; towers take their own default.
@@ -133,10 +133,16 @@ def load_model(
     device_map = {"": place, **dict.fromkeys(host_modules, "cpu")}
 
     shards = keeping_own_shards(shard, structure, host_modules)
+    config = copy.deepcopy(checkpoint.config)
+    for part in (config, config.get_text_config()):
+        for name in [name for name in from_pretrained_kwargs if hasattr(part, name)]:
+            setattr(part, name, from_pretrained_kwargs.pop(name))  # as `from_pretrained` does without a config
     with _placed_by_us(), _errors_name_the_file(checkpoint.name), shards:
-        model = checkpoint.architecture.from_pretrained(
+        model, report = checkpoint.architecture.from_pretrained(
             checkpoint.name,
-            config=copy.deepcopy(checkpoint.config),
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
             dtype=dtype,
             device_map=device_map,
             revision=revision,
@@ -145,11 +151,24 @@ def load_model(
             **({"attn_implementation": attention} if attention is not None else {}),
             **from_pretrained_kwargs,
         )
+    _check_complete(checkpoint, report)
     if quantization_config is not None:
         model.config.quantization_config.llm_int8_enable_fp32_cpu_offload = False
     attach_host_modules(model, host_modules, device)
     keep_packed_bytes(model)
     return model
+
+
+def _check_complete(checkpoint: Checkpoint, report: dict) -> None:
+    """Raise `ValueError` for weights that are missing or of another shape: they would be random, and train all the same."""
+    mismatched = [f"{name}: {tuple(found)} in the file, {tuple(wanted)} in the model" for name, found, wanted in report["mismatched_keys"]]
+    missing = [name for name in report["missing_keys"] if checkpoint.structure.in_language_model(name)]
+    problems = [*mismatched, *(f"{name}: missing" for name in sorted(missing))]
+    if problems:
+        raise ValueError(
+            f"The weights of {checkpoint.name!r} are not those its config.json describes: {len(problems)} do not fit, such as "
+            f"{problems[0]}. Take both from the same place."
+        )
 
 
 def keep_packed_bytes(model: nn.Module) -> None:
@@ -211,9 +230,11 @@ def quantization_from(
 
 def _with_skipped_modules(quantization_config: BitsAndBytesConfig, structure: ModelStructure) -> BitsAndBytesConfig:
     quantization_config = copy.deepcopy(quantization_config)
-    if getattr(quantization_config, "llm_int8_skip_modules", None) is None:
-        skip = [structure.input_embedding, *structure.side_embeddings, *structure.towers]
-        quantization_config.llm_int8_skip_modules = skip + ([structure.output_head] if structure.output_head else [])
+    # Given names add to these: without them, the head itself would be packed, and the loss reads its weight as it is.
+    skip = [structure.input_embedding, *structure.side_embeddings, *structure.towers]
+    skip += [structure.output_head] if structure.output_head else []
+    skip += getattr(quantization_config, "llm_int8_skip_modules", None) or []
+    quantization_config.llm_int8_skip_modules = skip
     return quantization_config
 
 

@@ -64,6 +64,15 @@ def attach_host_modules(model: nn.Module, host_modules: list[str], device: torch
             _look_up_in_host_memory(module, device)
         else:
             _move_in_on_demand(name, module, device)
+    if host_modules:
+        _report_device(model, device)
+
+
+def _report_device(model: nn.Module, device: torch.device) -> None:
+    """Let `model.device` be where it computes. transformers says where the first parameter is, which may be a tower in
+    host memory, and `generate` puts its tensors there."""
+    cls = type(model)
+    model.__class__ = type(cls.__name__, (cls,), {"device": property(lambda self: device), "__module__": cls.__module__})
 
 
 def _look_up_in_host_memory(embedding: nn.Embedding, device: torch.device) -> None:

@@ -81,6 +81,11 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
                 peft_config=made.peft_config,
                 formatting_func=formatting_func,
             )
+        if isinstance(self.train_dataset, Dataset) and len(self.train_dataset) == 0:
+            raise ValueError(
+                "No row of `train_dataset` has a token to train on: every label is masked, or cut off by "
+                f"`max_length={args.max_length}`. Raise `max_length`, or check completions and `assistant_only_loss`."
+            )
         # TRL's loss divides by the tokens of the whole step when it is told their number. transformers tells it only
         # for models whose own forward would, and Gemma 4's says no: steps with rows of unequal length would then
         # depend on how rows fall into micro-batches and ranks.

@@ -38,6 +38,7 @@ SEVERAL_RANKS_ONLY = {
 REFUSED = {
     "uint8": {"bnb_4bit_quant_storage": "uint8"},
     "device-map": {"model_init_kwargs": {"device_map": "auto"}},
+    "optimizer": {"optim": "adamw_8bit"},
     "unit": {"env": {**WRAP, "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"}},
 }
 
@@ -205,6 +206,7 @@ def test_refused_with_several_ranks(checkpoint, tmp_path):
         assert "'bfloat16'" in messages["uint8"] and "FSDP cannot shard" in messages["uint8"]
         assert "device_map" in messages["device-map"] and "Leave it out" in messages["device-map"]
         assert "'Gemma4TextDecoderLayer'" in messages["unit"]
+        assert "'adamw_torch'" in messages["optimizer"]
 
 
 def test_a_failing_rank_is_seen(tmp_path):
