@@ -183,8 +183,9 @@ def gib(count: int) -> float:
 
 def summary(result: dict) -> str:
     return (
-        f"{result['model']} {result['contender']:<17} seq {result['seq']} batch {result['batch']}: load peak {result['load_peak_gib']:.2f}, "
-        f"resident {result['resident_gib']:.2f}, train peak {result['train_peak_gib']:.2f} (reserved {result['train_reserved_gib']:.2f}) GiB, "
+        f"{result['model']} {result['contender']:<17} seq {result['seq']} batch {result['batch']}: "
+        f"load peak {result['load_peak_gib']:.2f}, resident {result['resident_gib']:.2f}, "
+        f"train peak {result['train_peak_gib']:.2f} (reserved {result['train_reserved_gib']:.2f}) GiB, "
         f"{result['tokens_per_second']} tokens/s, loss {result['loss'][0]} -> {result['loss'][-1]}"
     )
 
