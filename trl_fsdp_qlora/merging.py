@@ -169,12 +169,8 @@ class MergedWeights:
         self._refuse_lost_and_tied()
 
     def _refuse_lost_and_tied(self) -> None:
-        for module in [*self.adapter.modules, *sorted(self.quantised)]:
-            if module not in self._places:
-                raise ValueError(
-                    f"The weight of {module!r} is no tensor of its own in {self.folder}, so it cannot be replaced there. {_INSTEAD}"
-                )
         skeleton = self.checkpoint.skeleton
+        skeleton.tie_weights()
         owners: dict[int, list[str]] = {}
         for name, parameter in skeleton.named_parameters(remove_duplicate=False):
             owners.setdefault(id(parameter), []).append(name)
@@ -183,6 +179,11 @@ class MergedWeights:
             if len(shared) > 1:
                 raise ValueError(
                     f"The adapter changes {module!r}, whose weight is tied ({', '.join(shared)}) and would change there too. {_INSTEAD}"
+                )
+        for module in [*self.adapter.modules, *sorted(self.quantised)]:
+            if module not in self._places:
+                raise ValueError(
+                    f"The weight of {module!r} is no tensor of its own in {self.folder}, so it cannot be replaced there. {_INSTEAD}"
                 )
 
     def changed(self, mode: str) -> set[str]:
