@@ -377,7 +377,8 @@ def test_text_only_class(model_cache, tmp_path):
 
 
 def test_evaluation_at_steps_and_best_model(checkpoint, tmp_path):
-    config = sft_config(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True)
+    steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    config = sft_config(tmp_path, max_steps=4, load_best_model_at_end=True, **steps)
     trainer = QLoRASFTTrainer(checkpoint, config, train_dataset=ROWS, eval_dataset=ROWS.select(range(2)))
     trainer.train()
     assert len([e for e in trainer.state.log_history if "eval_loss" in e]) == 2

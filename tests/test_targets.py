@@ -134,7 +134,8 @@ def other_models():
     )
     yield "Llama", transformers.LlamaForCausalLM, tiny("Llama", **SMALL), 14
     yield "GPT-2", transformers.GPT2LMHeadModel, tiny("GPT2", n_embd=32, n_layer=2, n_head=2, vocab_size=64), 8
-    yield "OPT", transformers.OPTForCausalLM, tiny("OPT", hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64, word_embed_proj_dim=32), 12
+    opt = tiny("OPT", hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64, word_embed_proj_dim=32)
+    yield "OPT", transformers.OPTForCausalLM, opt, 12
 
 
 @pytest.mark.parametrize(("name", "architecture", "config", "count"), list(other_models()), ids=lambda v: v if isinstance(v, str) else "")

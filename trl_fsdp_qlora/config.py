@@ -145,7 +145,7 @@ class QLoRASFTConfig(QLoRAArguments, SFTConfig):
 
 
 def choose_supported_precision(args) -> None:
-    """Train on the CPU if there is nothing else. Take fp16 on a GPU without native bf16 (T4, V100) if the user left the precision open; refuse bf16 there.
+    """Train on the CPU if there is nothing else; on a GPU without native bf16 (T4, V100), in fp16 if the precision is open.
 
     `torch.cuda.is_bf16_supported()` says yes on such cards, because it counts emulation; TRL's default is then bf16.
     """
