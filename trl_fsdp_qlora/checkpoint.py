@@ -100,6 +100,8 @@ class CheckpointMixin(ResumeMixin):
             staging.end_staging(run_dir)
         self._raise_together(final)
         if self.args.push_to_hub:
+            if self.args.hub_token:  # transformers pickles the arguments into what it uploads
+                self.args.hub_token = UnpicklableToken(self.args.hub_token)
             super()._push_from_checkpoint(final)
         if self.args.should_save:
             staging.rotate(run_dir, self.args.save_total_limit, {final, best or final})
@@ -170,6 +172,16 @@ class CheckpointMixin(ResumeMixin):
                 f"{path} could not be written ({what}). What was there is as it was. Free space or choose another folder."
             ) from failure
         raise failure or RuntimeError(f"{path} was not written, because rank 0 failed: {what}")
+
+
+class UnpicklableToken(str):
+    """A token of the hub that works as one, and that no pickle carries."""
+
+    def __reduce__(self):
+        return str, ("",)
+
+    def __deepcopy__(self, memo):
+        return self
 
 
 def _is_about_files(error: Exception) -> bool:
