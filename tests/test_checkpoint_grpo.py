@@ -102,3 +102,34 @@ def test_sft_goes_on_as_grpo(base, tmp_path, how):
     trainer.save_model()
     before, after = load_file(tmp_path / "sft" / ADAPTER), load_file(tmp_path / "grpo" / ADAPTER)
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_reference_adapter_is_kept(base, tmp_path):
+    """GRPO from a trained adapter: TRL keeps a frozen copy of it as the reference, and so does a resumed run."""
+    args = sft_config(tmp_path / "sft", bf16=False)
+    sft = QLoRASFTTrainer(base, args, train_dataset=token_rows(8))
+    sft.train()
+    sft.save_model()
+
+    whole = from_adapter(base, str(tmp_path / "sft"), str(tmp_path / "whole"))
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    kept, started = load_file(checkpoint / "ref" / ADAPTER), load_file(tmp_path / "sft" / ADAPTER)
+    assert kept.keys() == started.keys() and all(torch.equal(kept[key], started[key]) for key in kept)
+    assert from_adapter(base, str(tmp_path / "sft"), str(tmp_path / "resumed"), resume=str(checkpoint)) == whole
+    with pytest.raises(ValueError, match="an adapter 'ref' beside the one that trains, which this run lacks"):
+        train(base, tmp_path / "without", resume=str(checkpoint), max_steps=3)
+
+    env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    both = run_ranks(2, from_adapter, base, str(tmp_path / "sft"), str(tmp_path / "two"), env=env, timeout=200)
+    checkpoint = str(tmp_path / "two" / "checkpoint-2")
+    resumed = run_ranks(2, from_adapter, base, str(tmp_path / "sft"), str(tmp_path / "again"), resume=checkpoint, env=env, timeout=200)
+    assert resumed == both
+    kept = load_file(tmp_path / "again" / "checkpoint-3" / "ref" / ADAPTER)
+    assert all(torch.equal(kept[key], started[key]) for key in started)
+
+
+def from_adapter(base, adapter, folder, resume=None):
+    four_bit = load_model(base, quantization_config=quantization_from("nf4", True, torch.float32, torch.float32), dtype=torch.float32)
+    trainer = make(base, folder, model=PeftModel.from_pretrained(four_bit, adapter, is_trainable=True), max_steps=3)
+    trainer.train(resume_from_checkpoint=resume)
+    return logged(trainer)

@@ -5,7 +5,7 @@ import os
 from peft import PeftConfig, PeftModel
 
 from .provenance import read_json
-from .training_state import adapter_folders
+from .training_state import ADAPTER_FILE, adapter_folders
 
 # Fields of a LoRA configuration that change what the adapter's numbers mean. Targets are compared by the tensors.
 LORA_MEANING = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "bias")
@@ -21,6 +21,10 @@ def of_checkpoint(folder: str, record: dict | None, model: PeftModel, here: dict
     found = []
     for adapter, own in adapter_folders(model, folder).items():
         found += adapter_differences(own, model.peft_config[adapter])
+    for name in sorted(os.listdir(folder)):
+        # Such as the reference of GRPO's KL term, when the policy was given as a `PeftModel`.
+        if name not in model.peft_config and os.path.isfile(os.path.join(folder, name, ADAPTER_FILE)):
+            found.append(f"an adapter {name!r} beside the one that trains, which this run lacks")
     if record is not None:
         found += base_differences(record["base"], here["base"])
         found += quantization_differences(record["quantization"], here["quantization"])
