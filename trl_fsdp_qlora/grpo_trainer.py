@@ -4,6 +4,7 @@ import os
 
 import torch
 from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
@@ -91,6 +92,7 @@ class QLoRAGRPOTrainer(QLoRATrainerMixin, GRPOTrainer):
                 rollout_func=rollout_func and check_rollout_func(rollout_func),
                 environment_factory=environment_factory,
             )
+        _give_reference_the_dtype_of_the_adapter(self.model)
         self.finish(made)
         self._trainable = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         if args.use_vllm:
@@ -98,6 +100,11 @@ class QLoRAGRPOTrainer(QLoRATrainerMixin, GRPOTrainer):
 
     def _check_adapter(self, model, peft_config: PeftConfig) -> None:
         if self._adapter_is_served:
+            if isinstance(model, (PreTrainedModel, PeftModel)) and not _on_meta(model) and not model.name_or_path:
+                raise ValueError(
+                    "The engine reads the base from a checkpoint, and the given model has no `name_or_path`. Save it, load it from "
+                    "there (or pass the folder's name), or write `use_vllm=False`."
+                )
             check_servable(model, peft_config)
             self._rank = largest_rank(peft_config)
 
@@ -180,6 +187,17 @@ class QLoRAGRPOTrainer(QLoRATrainerMixin, GRPOTrainer):
     def _load_from_checkpoint(self, *args, **kwargs):
         super()._load_from_checkpoint(*args, **kwargs)
         self._last_loaded_step = -1  # TRL syncs when the step has changed, and here the adapter has without it
+
+
+def _give_reference_the_dtype_of_the_adapter(model: PeftModel) -> None:
+    """TRL's frozen copy is fp32 whatever the adapter is; computed in another dtype, the KL would not start at 0."""
+    for name, parameter in model.named_parameters():
+        if ".ref." in name:
+            parameter.data = parameter.data.to(model.get_parameter(name.replace(".ref.", ".default.")).dtype)
+
+
+def _on_meta(model) -> bool:
+    return next(model.parameters()).device.type == "meta"
 
 
 def _base_in_words(model: PeftModel) -> str:
