@@ -1,6 +1,9 @@
 """`QLoRAGRPOTrainer` at one rank with plain generation, as people call it, and as they should not."""
 
+import json
 import os
+import shutil
+import sys
 import warnings
 
 import pandas
@@ -11,10 +14,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoTokenizer, TrainingArguments
 from trl import GRPOConfig
 
+from tests.distributed.launch import run_ranks
 from tests.tiny import VOCABULARY
 from trl_fsdp_qlora import QLoRAGRPOConfig, QLoRAGRPOTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4
 from trl_fsdp_qlora.loading import load_model, quantization_from
+from trl_fsdp_qlora.reasoning_tasks import answer_reward, reasoning_task, rows_with_answers
 from trl_fsdp_qlora.sharding import packed_modules
 from trl_fsdp_qlora.targets import resolve_peft_config
 
@@ -317,8 +322,6 @@ class TestRefused:
 
     @pytest.fixture
     def weightless(self, checkpoint, tmp_path):
-        import shutil
-
         folder = tmp_path / "weightless"
         shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors"))
         return str(folder)
@@ -390,3 +393,60 @@ def test_nothing_warns_of_ignored_options(checkpoint, tmp_path):
         warnings.simplefilter("always")
         trainer_for(checkpoint, tmp_path, model_init_kwargs={"attn_implementation": "eager"}, max_steps=1)
     assert not [w for w in caught if "ignored" in str(w.message)]
+
+
+class TestRecipe:
+    ROWS = [
+        {"prompt": "what is one and two", "answer": "3"},
+        {"prompt": "what is two and two", "answer": "4"},
+        {"prompt": "a word for hello", "answer": "hi"},
+        {"prompt": "a short text", "answer": "a"},
+    ]
+    SMALL = ["--max_steps", "1", "--per_device_train_batch_size", "4", "--num_generations", "4", "--max_completion_length", "6"]
+    SMALL += ["--use_cpu", "True", "--report_to", "none", "--logging_steps", "1"]
+
+    @pytest.mark.parametrize(("ranks", "env"), [(1, {}), (2, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"})])
+    def test_without_hub_and_gpu(self, checkpoint, tmp_path, ranks, env):
+        (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in self.ROWS))
+        out = tmp_path / "out"
+        printed = run_ranks(
+            ranks, "recipes/grpo_gemma4.py", "--model_name_or_path", checkpoint, "--train_file", tmp_path / "rows.jsonl",
+            "--output_dir", out, *self.SMALL, env=env,
+        )  # fmt: skip
+        assert "mean reward:" in printed[0] and str(out) in printed[0]
+        assert {"adapter_model.safetensors", "grpo_curves.png", "completions"} <= set(os.listdir(out))
+
+    def test_a_generated_task(self, checkpoint, tmp_path):
+        pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (the extra 'reasoning')")
+        printed = run_ranks(
+            1, "recipes/grpo_gemma4.py", "--model_name_or_path", checkpoint, "--num_questions", "8", "--output_dir", tmp_path / "out",
+            "--task_options", '{"min_terms": 2, "max_terms": 2}', *self.SMALL,
+        )  # fmt: skip
+        assert "mean reward:" in printed[0]
+
+
+class TestReasoningTasks:
+    def test_rows_of_your_own(self):
+        rows = rows_with_answers(Dataset.from_list(TestRecipe.ROWS), "Briefly.")
+        assert rows[0]["prompt"] == [{"role": "user", "content": "what is one and two\nBriefly."}]
+        completions = [[{"role": "assistant", "content": text}] for text in (" 3\n", "it is 3", "four", "")]
+        assert answer_reward(completions, answer=["3"] * 4) == [1.0, pytest.approx(1 / 7), 0.0, 0.0]
+        with pytest.raises(ValueError, match="they have prompt"):
+            rows_with_answers(Dataset.from_list([{"prompt": "a"}]))
+
+    def test_tasks(self):
+        pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (the extra 'reasoning')")
+        rows, reward = reasoning_task("chain_sum", 4, seed=3, min_terms=2, max_terms=2)
+        right = [[{"role": "assistant", "content": row["answer"]}] for row in rows]
+        assert reward(right, index=rows["index"]) == [1.0] * 4
+        assert reward([[{"role": "assistant", "content": "no idea"}]], index=[0]) == [0.0]
+        again, _ = reasoning_task("chain_sum", 4, seed=3, min_terms=2, max_terms=2)
+        assert again["prompt"] == rows["prompt"]
+        for name, options, said in (("sums", {}, "no task 'sums'"), ("chain_sum", {"terms": 2}, "does not take the options")):
+            with pytest.raises(ValueError, match=said):
+                reasoning_task(name, 4, **options)
+
+    def test_without_reasoning_gym(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+        with pytest.raises(ImportError, match=r"trl-fsdp-qlora\[reasoning\]"):
+            reasoning_task("chain_sum", 4)

@@ -139,7 +139,12 @@ def read_json_rows(path: str) -> Dataset:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise ValueError(f"{path}, row {number}: expected an object with named columns, got {row!r}.")
-    return Dataset.from_list(rows)
+    try:
+        return Dataset.from_list(rows)
+    except (TypeError, ValueError) as error:  # Arrow's, whose columns have one type each
+        kinds = {name: {type(row.get(name)).__name__ for row in rows} - {"NoneType"} for row in rows for name in row}
+        mixed = "; ".join(f"{name!r} holds {' and '.join(sorted(found))}" for name, found in kinds.items() if len(found) > 1)
+        raise ValueError(f"{path}: a column must hold values of one type. {mixed or error}.") from None
 
 
 def _parse_line(path: str, number: int, line: str):

@@ -174,8 +174,9 @@ def test_a_reward_that_fails_on_one_rank(checkpoint, tmp_path):
 
 def train_with_an_engine_each(checkpoint, output_dir, **fields):
     trainer = grpo_trainer(
-        checkpoint, output_dir, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=160, vllm_engine_kwargs=ENGINE, beta=0.1, **fields
-    )
+        checkpoint, output_dir, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=160, vllm_engine_kwargs=ENGINE,
+        beta=0.1, **fields,
+    )  # fmt: skip
     trainer.train()
     return {
         "losses": logged(trainer, "loss", "grad_norm", "reward", "kl"),
