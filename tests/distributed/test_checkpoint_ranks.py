@@ -52,7 +52,8 @@ def several(runs):
 @pytest.fixture(scope="module")
 def base(model_cache):
     layers = ["sliding_attention", "full_attention", "sliding_attention"]
-    return tiny_gemma4(str(model_cache / "three-layer-gemma4"), num_hidden_layers=3, num_kv_shared_layers=1, layer_types=layers, audio=False)
+    folder = str(model_cache / "three-layer-gemma4")
+    return tiny_gemma4(folder, num_hidden_layers=3, num_kv_shared_layers=1, layer_types=layers, audio=False)
 
 
 @pytest.fixture(scope="module")
