@@ -4,9 +4,12 @@ Shapes: B batch, S sequence, H query heads, K key/value heads, D head dimension.
 """
 
 import types
+from functools import partial
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer, eager_attention_forward
 
@@ -19,6 +22,8 @@ from .rms_norm import add_rms_norm, rms_norm
 
 ACTIVATION = "gelu_pytorch_tanh"
 CACHES = ("cache", "past_key_values")
+# transformers 5.17 checkpoints a layer around its `__call__`, 5.24 around its `forward`.
+CHECKPOINTS_CALL = "__call__" in vars(GradientCheckpointingLayer)
 
 
 def why_not(layer: Gemma4TextDecoderLayer) -> str | None:
@@ -136,13 +141,23 @@ def _replayed_forward(
             if attention.store_full_length_kv:
                 shared_kv_states[attention.layer_type] = outputs[1:]
             return outputs[0]
-    return type(layer).forward(
-        layer, hidden_states, per_layer_input, shared_kv_states=shared_kv_states, position_embeddings=position_embeddings,
+    forward = partial(
+        type(layer).forward, layer, shared_kv_states=shared_kv_states, position_embeddings=position_embeddings,
         attention_mask=attention_mask, **kwargs,
     )  # fmt: skip
+    if CHECKPOINTS_CALL and layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
+        # A cache would be filled a second time by the recomputation.
+        forward = partial(layer._gradient_checkpointing_func, partial(forward, **{name: None for name in CACHES if name in kwargs}))
+    return forward(hidden_states, per_layer_input)
 
 
 class FusedGemma4TextDecoderLayer(Gemma4TextDecoderLayer):
+    def __call__(self, *args, **kwargs):
+        if CHECKPOINTS_CALL and "replay" in vars(self):
+            # A replay keeps nothing that checkpointing would save. `_replayed_forward` checkpoints what is not replayed.
+            return nn.Module.__call__(self, *args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
     def forward(
         self, hidden_states, per_layer_input=None, shared_kv_states=None, position_embeddings=None, attention_mask=None, **kwargs
     ):
