@@ -1,5 +1,8 @@
 """A real vLLM engine in the trainer's process, on the CPU."""
 
+import os
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -7,7 +10,7 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.test_grpo_ranks import grpo_trainer, logged
 from tests.vllm.support import BLOCK, ENGINE, SPECIAL, Witness, environment, prompt_ids, resident_megabytes
 
-pytest.importorskip("vllm", reason="needs vLLM, which the set 'vllm' has")
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, which the set 'vllm' has")
 COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 160, "vllm_engine_kwargs": ENGINE}
 STEPS = 5
 
@@ -37,9 +40,9 @@ def engine_greedy(trainer, tokens=12):
 
 
 def packed_bytes(model):
-    from trl_fsdp_qlora.sharding import packed_modules
+    from trl_fsdp_qlora.packed import packed_weights
 
-    return {name: module.weight.detach().view(torch.uint8).clone() for name, module in packed_modules(model).items()}
+    return {name: module.weight.detach().view(torch.uint8).clone() for name, module in packed_weights(model).items()}
 
 
 def train_and_compare(checkpoint, output_dir, **fields):
@@ -134,7 +137,7 @@ def sync_many_times(checkpoint, output_dir, count=200, **fields):
         "growth": sizes[-1] - sizes[20],
         "loaded": list(worker.model_runner.lora_manager.list_adapters()),
         "seconds": sorted(sync.seconds for sync in rollout.syncs)[count // 2],
-        "left": __import__("os").listdir(output_dir),
+        "left": os.listdir(output_dir),
     }
 
 

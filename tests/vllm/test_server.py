@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.distributed.test_grpo_ranks import FSDP, grpo_trainer, logged
 from tests.vllm.support import BLOCK, SPECIAL, Witness, environment, prompt_ids
 from trl_fsdp_qlora.rollout_server import REPORT, server_command
 
-pytest.importorskip("vllm", reason="needs vLLM, which the set 'vllm' has")
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, which the set 'vllm' has")
 STEPS = 5
 ON_CPU = f"--dtype float32 --max-model-len 160 --enforce-eager --block-size {BLOCK} --max-num-batched-tokens 256 --max-num-seqs 8"
 
