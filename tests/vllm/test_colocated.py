@@ -40,9 +40,9 @@ def engine_greedy(trainer, tokens=12):
 
 
 def packed_bytes(model):
-    from trl_fsdp_qlora.packed import packed_weights
+    from trl_fsdp_qlora.sharding import packed_modules
 
-    return {name: module.weight.detach().view(torch.uint8).clone() for name, module in packed_weights(model).items()}
+    return {name: module.weight.detach().view(torch.uint8).clone() for name, module in packed_modules(model).items()}
 
 
 def train_and_compare(checkpoint, output_dir, **fields):
