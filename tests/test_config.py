@@ -38,15 +38,45 @@ def test_every_field_of_trl_keeps_its_default(tmp_path):
         ({"tower_device": "gpu"}, ["'gpu'", "'accelerator'"]),
         ({"lora_r": 0}, ["lora_r=0", "16"]),
         ({"lora_dropout": 1.5}, ["1.5"]),
+        ({"lora_alpha": 0}, ["lora_alpha=0", "32"]),
+        ({"lora_alpha": float("nan")}, ["lora_alpha=nan"]),
+        ({"mlp_tile_size": -1}, ["mlp_tile_size=-1"]),
         ({"lora_target_modules": []}, ["'all-linear'"]),
         ({"lora_target_modules": ""}, ["'all-linear'"]),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, ["use_reentrant", "share keys"]),
+        ({"activation_offloading": True}, ["activation_offloading=True", "CPU", "Leave it out"]),
     ],
 )
 def test_refused(tmp_path, fields, said):
     with pytest.raises(ValueError) as error:
         make(tmp_path, **fields)
     assert all(part in str(error.value) for part in said)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        *(("lora_r", value, "a whole number, such as 16") for value in ("8", None, 8.5, True)),
+        *(("mlp_tile_size", value, "a whole number, such as 4096") for value in ("512", None, 1.5)),
+        *(("lora_alpha", value, "a number, such as 32") for value in ("x", None, True)),
+        *(("lora_dropout", value, "a number, such as 0.0") for value in ("0.1", None)),
+        *((name, "no", "True or False") for name in ("load_in_4bit", "language_model_only", "fused", "force_resume")),
+        ("bnb_4bit_use_double_quant", None, "True or False"),
+        *(("lora_target_modules", value, "a list of strings") for value in (5, ["q_proj", 5], [["q_proj"]])),
+        ("lora_exclude_modules", {"q_proj": 1}, "a list of strings"),
+        ("attn_implementation", 5, "'sdpa'"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(tmp_path, field, value, wanted):
+    with pytest.raises(ValueError) as error:
+        make(tmp_path, **{field: value})
+    assert f"`{field}={value!r}` is of the type {type(value).__name__}" in str(error.value) and wanted in str(error.value)
+
+
+def test_types_that_do(tmp_path):
+    names = {"lora_target_modules": {"q_proj"}, "lora_exclude_modules": ("k_proj",)}
+    config = make(tmp_path, lora_alpha=8.5, lora_dropout=0, mlp_tile_size=0, **names)
+    assert (config.lora_alpha, config.lora_dropout, config.mlp_tile_size) == (8.5, 0, 0)
 
 
 @pytest.mark.parametrize(

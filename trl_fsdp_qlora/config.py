@@ -102,6 +102,7 @@ class QLoRAArguments:
     )
 
     def __post_init__(self):
+        _check_kinds(self)
         self.lora_target_modules = _from_command_line(self.lora_target_modules)
         self.lora_exclude_modules = _from_command_line(self.lora_exclude_modules)
         _check_choice("bnb_4bit_quant_type", self.bnb_4bit_quant_type, QUANT_TYPES)
@@ -116,6 +117,8 @@ class QLoRAArguments:
             _check_choice("bnb_4bit_quant_storage", self.bnb_4bit_quant_storage, STORAGE_DTYPES)
         if self.lora_r < 1:
             raise ValueError(f"`lora_r={self.lora_r}` gives no adapter: write a rank of at least 1, such as 16.")
+        if not 0 < self.lora_alpha < float("inf"):
+            raise ValueError(f"`lora_alpha={self.lora_alpha}` is no scale to train at: write a number above 0, such as 32.")
         if self.mlp_tile_size < 0:
             raise ValueError(f"`mlp_tile_size={self.mlp_tile_size}` is no size: write a number of tokens, or 0 for no tiles.")
         if not 0.0 <= self.lora_dropout < 1.0:
@@ -174,6 +177,11 @@ def check_training_arguments(args) -> None:
             "`gradient_checkpointing_kwargs={'use_reentrant': True}` loses gradients in models whose layers share keys "
             "and values, such as Gemma 4. Leave it out, or write {'use_reentrant': False}."
         )
+    if getattr(args, "activation_offloading", False) and (args.use_cpu or not torch.accelerator.is_available()):
+        raise ValueError(
+            "`activation_offloading=True` moves activations from an accelerator to host memory, and training on the CPU has "
+            "them there. Leave it out, or train on an accelerator."
+        )
     if args.gradient_checkpointing:
         turn_on_checkpointing(args, kwargs)
 
@@ -230,6 +238,28 @@ def check_storage_fits(storage: torch.dtype, compute: torch.dtype) -> None:
 
 def _dtype_name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _check_kinds(args: QLoRAArguments) -> None:
+    """Raise `ValueError` for a value of another type than the field's: it would fail late, or, as a string, count as true."""
+    for f in dataclasses.fields(QLoRAArguments):
+        value = getattr(args, f.name)
+        if f.type is bool:
+            fits, wanted = isinstance(value, bool), "True or False"
+        elif f.type is int and f.name != "lora_alpha":
+            fits, wanted = isinstance(value, int) and not isinstance(value, bool), f"a whole number, such as {f.default}"
+        elif f.type in (int, float):  # a scale may be any number
+            fits, wanted = isinstance(value, (int, float)) and not isinstance(value, bool), f"a number, such as {f.default}"
+        elif f.name in ("lora_target_modules", "lora_exclude_modules"):
+            names = [] if value is None else [value] if isinstance(value, str) else value
+            fits = isinstance(names, (list, tuple, set)) and all(isinstance(name, str) for name in names)
+            wanted = "module names as a list of strings, or one string"
+        elif f.name == "attn_implementation":
+            fits, wanted = value is None or isinstance(value, (str, dict)), "its name, such as 'sdpa'"
+        else:
+            continue  # one of a few choices
+        if not fits:
+            raise ValueError(f"`{f.name}={value!r}` is of the type {type(value).__name__}: write {wanted}.")
 
 
 def _check_choice(name: str, value, choices) -> None:
