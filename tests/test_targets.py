@@ -1,5 +1,6 @@
 """Which modules get adapters: exact counts at the real sizes, on the meta device, and every matching trap."""
 
+import logging
 import re
 
 import pytest
@@ -241,16 +242,35 @@ def test_nothing_matched_says_what_there_is(gemma4, targets, said):
         assert part in str(error.value)
 
 
-def test_exclusion_without_effect_is_said(gemma4, caplog):
-    import logging
+@pytest.fixture
+def warnings(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("trl_fsdp_qlora"), "propagate", True)
+    return caplog
 
-    logger = logging.getLogger("trl_fsdp_qlora")
-    logger.propagate = True
-    try:
-        resolve_lora_targets(gemma4, "all-linear", ["no_such_module"])
-    finally:
-        logger.propagate = False
-    assert "excludes nothing" in caplog.text
+
+def test_exclusion_without_effect_is_said(gemma4, warnings):
+    resolve_lora_targets(gemma4, "all-linear", ["no_such_module"])
+    assert "excludes nothing" in warnings.text
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (["q_proj", "lm_head"], "'lm_head'"),
+        (["q_proj", "lm_head", "embedding_projection"], "'lm_head', 'embedding_projection'"),
+        (r".*(q_proj|lm_head)", "'lm_head'"),
+        (["q_proj"], None),  # towers have layers of this name too
+        (r".*q_proj.*", None),
+        ("all-linear", None),
+    ],
+)
+def test_targets_outside_the_language_model_are_said(gemma4, warnings, targets, said):
+    chosen = resolve_lora_targets(gemma4, targets)
+    assert chosen and "lm_head" not in chosen
+    assert (f"Left out of the targets: {said}." in warnings.text) if said else not warnings.text
+    warnings.clear()
+    resolve_lora_targets(gemma4, targets, language_model_only=False)
+    assert not warnings.text
 
 
 def test_adapters_all_learn():

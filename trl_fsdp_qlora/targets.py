@@ -180,6 +180,19 @@ def resolve_lora_targets(
                 else ""
             )
         )
+
+    # Layers of towers that go by a name of the language model too are left out as documented; a target with no other is said.
+    def stands_for(target: str, names: list[str]) -> bool:
+        return any(f".{alias}".endswith(f".{target}") for name in names for alias in _aliases(model, name))
+
+    asked = [structure.output_head] if isinstance(target_modules, str) else target_modules
+    left_out = [target for target in asked if target and stands_for(target, wanted) and not stands_for(target, chosen)]
+    if left_out:
+        logger.warning(
+            "Left out of the targets: %s. `language_model_only=True` keeps adapters off towers, connectors and the output "
+            "head (whose weight the loss reads as it is).",
+            ", ".join(map(repr, left_out)),
+        )
     return chosen
 
 
