@@ -19,8 +19,8 @@ from tests.tiny import VOCABULARY
 from trl_fsdp_qlora import QLoRAGRPOConfig, QLoRAGRPOTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4
 from trl_fsdp_qlora.loading import load_model, quantization_from
+from trl_fsdp_qlora.packed import packed_weights
 from trl_fsdp_qlora.reasoning_tasks import answer_reward, reasoning_task, rows_with_answers
-from trl_fsdp_qlora.sharding import packed_modules
 from trl_fsdp_qlora.targets import resolve_peft_config
 
 PROMPTS = ["hello world", "what is one and two", "a short text", "123 words"]
@@ -73,7 +73,7 @@ def logged(trainer, *names):
 
 
 def packed_bytes(model):
-    return {name: module.weight.detach().view(torch.uint8).clone() for name, module in packed_modules(model).items()}
+    return {name: module.weight.detach().view(torch.uint8).clone() for name, module in packed_weights(model).items()}
 
 
 def trained_peft_model(checkpoint, r=4, dtype=torch.float32):
@@ -186,7 +186,7 @@ class TestWhatIsGiven:
             max_completion_length=4,
         )  # fmt: skip
         trainer = QLoRAGRPOTrainer(checkpoint, token_reward, config, train_dataset=ROWS)
-        assert packed_modules(trainer.model)
+        assert packed_weights(trainer.model)
         trainer.train()
 
     def test_training_arguments(self, checkpoint, tmp_path):

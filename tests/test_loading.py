@@ -9,8 +9,8 @@ from transformers import AutoConfig, Gemma4ForConditionalGeneration
 
 from trl_fsdp_qlora.demo.models import tiny_gemma4, tiny_gemma4_model
 from trl_fsdp_qlora.loading import attention_for, check_attention, inspect_checkpoint, load_model, quantization_from
+from trl_fsdp_qlora.packed import packed_weights
 from trl_fsdp_qlora.placement import list_parts, placement_table
-from trl_fsdp_qlora.sharding import packed_modules
 from trl_fsdp_qlora.streaming import ShardOf, loaded_in_shards
 
 IDS = torch.tensor([[2, 40, 41, 42, 43, 44, 45, 46], [2, 60, 61, 60, 61, 99, 98, 97]])
@@ -26,7 +26,7 @@ def nf4(quant_type="nf4", double_quant=True, compute=torch.bfloat16, storage=tor
 
 
 def packed_bytes(model):
-    return {name: m.weight.detach().view(torch.uint8).flatten() for name, m in packed_modules(model).items()}
+    return {name: m.weight.detach().view(torch.uint8).flatten() for name, m in packed_weights(model).items()}
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
@@ -46,11 +46,11 @@ def test_bytes_are_those_of_from_pretrained(checkpoint, quant_type, double_quant
 
 def test_only_the_language_model_is_quantised_and_the_rest_is_bf16(checkpoint):
     model = load_model(checkpoint, quantization_config=nf4())
-    assert all(".language_model." in name for name in packed_modules(model))
+    assert all(".language_model." in name for name in packed_weights(model))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.lm_head.weight is model.model.language_model.embed_tokens.weight
     plain = load_model(checkpoint)
-    assert not packed_modules(plain)
+    assert not packed_weights(plain)
 
 
 def test_host_placement_changes_no_bit(checkpoint):
@@ -87,7 +87,7 @@ def test_quantised_checkpoints_load_as_they_are(checkpoint, tmp_path, double_qua
     first = load_model(checkpoint, quantization_config=config)
     first.save_pretrained(tmp_path)
     again = load_model(str(tmp_path), quantization_config=nf4("fp4"))  # not honoured, and said so
-    assert {m.quant_state.quant_type for m in packed_modules(again).values()} == {"nf4"}
+    assert {m.quant_state.quant_type for m in packed_weights(again).values()} == {"nf4"}
     with torch.no_grad():
         assert torch.equal(first(input_ids=IDS).logits, again(input_ids=IDS).logits)
 
@@ -150,7 +150,7 @@ def test_what_is_where(checkpoint):
     parts = {(part.name, part.dtype): part.bytes for part in list_parts(model)}
     assert parts["model.language_model.embed_tokens_per_layer", "bfloat16"] == 512 * 6 * 16 * 2
     assert parts["token embedding", "bfloat16"] == 512 * 64 * 2  # tied with the head, counted once
-    linear = sum(m.weight.numel() * 2 for m in packed_modules(model).values())
+    linear = sum(m.weight.numel() * 2 for m in packed_weights(model).values())
     assert parts["language model, linear", "4 bit"] == linear
     assert ("quantisation constants", "uint8") in parts
     table = placement_table(model)
@@ -208,7 +208,7 @@ def test_an_untied_head_stays_apart(model_cache):
     assert AutoConfig.from_pretrained(folder).get_text_config().tie_word_embeddings is False
     model = load_model(folder, quantization_config=nf4())
     assert model.lm_head.weight is not model.get_input_embeddings().weight
-    assert "lm_head" not in packed_modules(model)
+    assert "lm_head" not in packed_weights(model)
 
 
 def test_wider_dtype_on_disk(checkpoint, tmp_path):
@@ -234,7 +234,7 @@ def test_weights_that_do_not_fit_their_config(checkpoint, tmp_path):
 def test_named_modules_are_skipped_besides_the_head(checkpoint):
     config = nf4()
     config.llm_int8_skip_modules = ["q_proj"]
-    names = packed_modules(load_model(checkpoint, quantization_config=config))
+    names = packed_weights(load_model(checkpoint, quantization_config=config))
     assert names and not [name for name in names if name.endswith("q_proj") or name == "lm_head" or "tower" in name]
 
 

@@ -16,7 +16,7 @@ from tests.tiny import logged, sft_config, token_rows
 from trl_fsdp_qlora import QLoRASFTConfig, QLoRASFTTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4
 from trl_fsdp_qlora.loading import inspect_checkpoint, load_model, quantization_from
-from trl_fsdp_qlora.sharding import packed_modules
+from trl_fsdp_qlora.packed import packed_weights
 from trl_fsdp_qlora.targets import resolve_peft_config
 
 ROWS = token_rows(8, lengths=(24, 9, 17, 30))
@@ -46,12 +46,12 @@ def nf4():
 
 def test_defaults_train_adapters_and_nothing_else(checkpoint, tmp_path):
     trainer = trainer_for(checkpoint, tmp_path)
-    before, base = adapters(trainer), {n: m.weight.detach().clone() for n, m in packed_modules(trainer.model).items()}
+    before, base = adapters(trainer), {n: m.weight.detach().clone() for n, m in packed_weights(trainer.model).items()}
     assert len(before) == 102 and all("lora_" in name and p.dtype == torch.float32 for name, p in before.items())
     trainer.train()
     after = adapters(trainer)
     assert all(not torch.equal(before[name], after[name]) for name in before if "lora_B" in name)
-    for name, module in packed_modules(trainer.model).items():
+    for name, module in packed_weights(trainer.model).items():
         assert torch.equal(module.weight.view(torch.uint8), base[name].view(torch.uint8))
     trainer.save_model()
     saved = load_file(tmp_path / "adapter_model.safetensors")
@@ -74,7 +74,7 @@ def test_small_updates_are_not_rounded_away(checkpoint, tmp_path):
 def test_a_plain_config_of_trl_works(checkpoint, tmp_path):
     config = SFTConfig(str(tmp_path), use_cpu=True, max_steps=1, report_to=[], save_strategy="no", per_device_train_batch_size=2)
     trainer = QLoRASFTTrainer(checkpoint, config, train_dataset=ROWS)
-    assert packed_modules(trainer.model)
+    assert packed_weights(trainer.model)
     trainer.train()
 
 
@@ -113,8 +113,8 @@ class TestWhatIsGiven:
             },
         )  # fmt: skip
         assert len(adapters(trainer)) == 20
-        assert {m.quant_state.quant_type for m in packed_modules(trainer.model).values()} == {"fp4"}
-        assert not [name for name in packed_modules(trainer.model) if "tower" in name]
+        assert {m.quant_state.quant_type for m in packed_weights(trainer.model).values()} == {"fp4"}
+        assert not [name for name in packed_weights(trainer.model) if "tower" in name]
         trainer.train()
 
     def test_instance_is_taken_as_it_is(self, checkpoint, tmp_path, caplog, monkeypatch):

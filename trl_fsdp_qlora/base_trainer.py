@@ -37,6 +37,7 @@ from .config import (
     compute_dtype,
     storage_dtype,
 )
+from .expert_adapters import add_expert_targets, check_expert_targets, teach_peft
 from .kernels.fusing import apply_fused_layers
 from .loading import check_attention, inspect_checkpoint, keep_packed_bytes, load_model, quantization_from
 from .logging import get_logger
@@ -55,7 +56,7 @@ BNB_FIELDS = (
     "bnb_4bit_compute_dtype",
     "bnb_4bit_quant_storage",
 )
-LORA_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_exclude_modules")
+LORA_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_exclude_modules", "lora_experts_r")
 LOADING_FIELDS = ("attn_implementation", "per_layer_embedding_device", "tower_device")
 
 
@@ -111,10 +112,7 @@ class QLoRATrainerMixin(CheckpointMixin):
         trust = kwargs.pop("trust_remote_code", getattr(args, "trust_remote_code", False))
         revision = kwargs.pop("revision", None)
         checkpoint = inspect_checkpoint(name, revision=revision, trust_remote_code=trust)
-        peft_config = peft_config if peft_config is not None else lora_config(qlora)
-        resolved = resolve_peft_config(
-            checkpoint.skeleton, peft_config, language_model_only=qlora.language_model_only
-        )
+        resolved = _resolved_adapter(checkpoint.skeleton, qlora, peft_config)
         check_dtype(dtype, args)
         quantised = quantization_config is not None or getattr(checkpoint.config, "quantization_config", None) is not None
         self._check_peft(checkpoint.skeleton, resolved, args, qlora, quantised)
@@ -196,10 +194,9 @@ class QLoRATrainerMixin(CheckpointMixin):
                 "The model already carries adapter layers, from a trainer or `get_peft_model` before. Pass the `PeftModel` "
                 "to go on training them, or load the model again."
             )
-        peft_config = peft_config if peft_config is not None else lora_config(qlora)
         if getattr(model, "hf_device_map", None):
             check_device_map(model.hf_device_map, args.device)
-        resolved = resolve_peft_config(model, peft_config, language_model_only=qlora.language_model_only)
+        resolved = _resolved_adapter(model, qlora, peft_config)
         self._check_peft(model, resolved, args, qlora, getattr(model, "is_loaded_in_4bit", False))
         if getattr(model, "quantization_method", None) is None and not lives_on(model, args.device):
             model.to(args.device)
@@ -271,6 +268,19 @@ class QLoRATrainerMixin(CheckpointMixin):
 def qlora_arguments(args) -> QLoRAArguments:
     """`args` where it carries our fields, else the defaults (a plain TRL config was given)."""
     return args if isinstance(args, QLoRAArguments) else QLoRAArguments()
+
+
+def _resolved_adapter(model: torch.nn.Module, qlora: QLoRAArguments, peft_config: PeftConfig | None) -> PeftConfig:
+    """`peft_config`, or what the `lora_*` fields say, with exact targets."""
+    if peft_config is None:
+        peft_config = lora_config(qlora)
+        if qlora.lora_experts_r:
+            add_expert_targets(peft_config, model, qlora.lora_experts_r)
+    elif unused := qlora.changed_fields(*LORA_FIELDS):
+        logger.warning("`peft_config` is given and decides; no effect: %s.", ", ".join(unused))
+    check_expert_targets(peft_config, model)
+    teach_peft()
+    return resolve_peft_config(model, peft_config, language_model_only=qlora.language_model_only)
 
 
 def lora_config(qlora: QLoRAArguments) -> LoraConfig:

@@ -36,6 +36,8 @@ class QLoRAArguments:
         lora_target_modules: as `target_modules` of PEFT: `"all-linear"`, a list (suffix match) or a string
             (regular expression matched against the whole name).
         lora_exclude_modules: as `exclude_modules` of PEFT; an empty list or string excludes nothing.
+        lora_experts_r: rank of adapters on each expert of a mixture-of-experts model, at the scale `lora_alpha / lora_r`; 0 leaves
+            experts without adapters.
         language_model_only: keep adapters off the vision and audio towers, their connectors and the output head.
         adapter_dtype: dtype the adapters are held and optimised in.
         attn_implementation: attention of the language model; towers keep what they support.
@@ -75,6 +77,9 @@ class QLoRAArguments:
     )
     lora_exclude_modules: list[str] | str = field(
         default_factory=list, metadata={"help": "Names or one regular expression of modules that get no adapter."}
+    )
+    lora_experts_r: int = field(
+        default=0, metadata={"help": "Rank of the adapters on each expert of a mixture of experts; 0 for none."}
     )
     language_model_only: bool = field(
         default=True, metadata={"help": "No adapters on vision or audio towers, connectors and the output head."}

@@ -18,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
+from .expert_adapters import teach_peft
+from .experts import quantising_experts, warn_of_16_bit_experts
 from .logging import get_logger
 from .placement import attach_host_modules, choose_host_modules
 from .streaming import ShardOf, keeping_own_shards
@@ -94,8 +96,8 @@ def load_model(
 
     Args:
         checkpoint: name, folder, or what `inspect_checkpoint` returned.
-        quantization_config: `None` loads in `dtype`. Towers, connectors, embeddings and the head are added to what
-            it skips. Ignored, with a warning, if the checkpoint is already
+        quantization_config: `None` loads in `dtype`. Towers, connectors, embeddings, routers and the head are added to
+            what it skips. Ignored, with a warning, if the checkpoint is already
             quantised.
         dtype: of everything that is not quantised.
         attn_implementation: for the language model; towers take their own default.
@@ -129,6 +131,8 @@ def load_model(
         quantization_config = _with_skipped_modules(quantization_config, structure)
         # Lets host parts into the device map beside an accelerator.
         quantization_config.llm_int8_enable_fp32_cpu_offload = device.type != "cpu"
+        warn_of_16_bit_experts(checkpoint.skeleton, quantization_config.llm_int8_skip_modules)
+    teach_peft()
     place = str(device) if device.index is None else f"{device.type}:{device.index}"
     device_map = {"": place, **dict.fromkeys(host_modules, "cpu")}
 
@@ -137,7 +141,7 @@ def load_model(
     for part in (config, config.get_text_config()):
         for name in [name for name in from_pretrained_kwargs if hasattr(part, name)]:
             setattr(part, name, from_pretrained_kwargs.pop(name))  # as `from_pretrained` does without a config
-    with _placed_by_us(), _errors_name_the_file(checkpoint.name), shards:
+    with _placed_by_us(), _errors_name_the_file(checkpoint.name), quantising_experts(), shards:
         model, report = checkpoint.architecture.from_pretrained(
             checkpoint.name,
             config=config,
@@ -231,7 +235,7 @@ def quantization_from(
 def _with_skipped_modules(quantization_config: BitsAndBytesConfig, structure: ModelStructure) -> BitsAndBytesConfig:
     quantization_config = copy.deepcopy(quantization_config)
     # Given names add to these: without them, the head itself would be packed, and the loss reads its weight as it is.
-    skip = [structure.input_embedding, *structure.side_embeddings, *structure.towers]
+    skip = [structure.input_embedding, *structure.side_embeddings, *structure.towers, *structure.routers]
     skip += [structure.output_head] if structure.output_head else []
     skip += getattr(quantization_config, "llm_int8_skip_modules", None) or []
     quantization_config.llm_int8_skip_modules = skip

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .experts import expert_stacks
 from .logging import get_logger
+from .packed import packed_weights
 from .targets import ModelStructure, find_structure, is_inside
 
 logger = get_logger(__name__)
@@ -130,35 +132,23 @@ def list_parts(model: nn.Module) -> list[Part]:
     structure = find_structure(base)
     totals: dict[tuple[str, str, str], int] = defaultdict(int)
     base_names = {id(p): n for n, p in base.named_parameters()}
+    packed_here = packed_weights(base).values()
+    packed_ids = {id(packed.weight) for packed in packed_here}
+    experts = tuple(expert_stacks(base))
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        packed = type(parameter).__name__ == "Params4bit" or _is_packed(model, name)
-        part = _part_of(base_names.get(id(parameter), name), structure, packed)
+        packed = id(parameter) in packed_ids
+        part = _part_of(base_names.get(id(parameter), name), structure, packed, experts)
         dtype = "4 bit" if packed else str(local.dtype).removeprefix("torch.")
         totals[part, dtype, str(local.device)] += local.numel() * local.element_size()
-    for module in base.modules():
-        state = getattr(module, "quant_state", None)
-        if state is not None:
-            for tensor in _constants(state):
-                totals["quantisation constants", str(tensor.dtype).removeprefix("torch."), str(tensor.device)] += (
-                    tensor.numel() * tensor.element_size()
-                )
+    for packed in packed_here:
+        for tensor in packed.constants:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            totals["quantisation constants", dtype, str(tensor.device)] += tensor.numel() * tensor.element_size()
     return [Part(part, dtype, count, device) for (part, dtype, device), count in totals.items()]
 
 
-def _is_packed(model: nn.Module, parameter_name: str) -> bool:
-    owner, _, leaf = parameter_name.rpartition(".")
-    return leaf == "weight" and getattr(model.get_submodule(owner), "quant_state", None) is not None
-
-
-def _constants(state) -> list[torch.Tensor]:
-    tensors = [state.absmax, state.offset]
-    if state.state2 is not None:
-        tensors.append(state.state2.absmax)
-    return [t for t in tensors if isinstance(t, torch.Tensor)]
-
-
-def _part_of(name: str, structure: ModelStructure, packed: bool) -> str:
+def _part_of(name: str, structure: ModelStructure, packed: bool, experts: tuple[str, ...]) -> str:
     if "lora_" in name or "modules_to_save" in name:
         return "adapters"
     for tower in structure.towers:
@@ -167,6 +157,8 @@ def _part_of(name: str, structure: ModelStructure, packed: bool) -> str:
     for embedding in structure.side_embeddings:
         if is_inside(name, embedding):
             return embedding
+    if any(is_inside(name, stack) for stack in experts):
+        return "language model, experts"
     if is_inside(name, structure.input_embedding):
         return "token embedding"
     if structure.output_head and is_inside(name, structure.output_head):

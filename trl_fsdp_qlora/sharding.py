@@ -23,15 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from . import streaming
 from .logging import get_logger
+from .packed import PackedWeight, packed_weights
 from .placement import host_parameters
 from .sharding_request import ShardingRequest, check_mixed_precision
 from .targets import find_structure, is_inside
 
 logger = get_logger(__name__)
-
-def packed_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules whose weight is packed in 4 bit, by name."""
-    return {name: m for name, m in model.named_modules() if getattr(m, "quant_state", None) is not None}
 
 
 def shard_model(
@@ -69,9 +66,9 @@ def shard_model(
         _register_generate(model)
         return model
 
-    packed = packed_modules(model)
+    packed = packed_weights(model)
     _check_storage(packed)
-    checksums = {name: _checksum_of(module) for name, module in packed.items()}
+    checksums = {name: _checksum_of(weight) for name, weight in packed.items()}
     loaded = streaming.full_shapes_on_meta(model)
     ignored = host_parameters(model) | _frozen_towers(base)
     managed: set[nn.Parameter] = set(ignored)
@@ -149,7 +146,7 @@ def _unmanaged(modules: list[nn.Module], managed: set[nn.Parameter]) -> set[nn.P
     return {p for module in modules for p in module.parameters() if p not in managed and not isinstance(p, DTensor)}
 
 
-def _guard_bytes(module: nn.Module, own: set[nn.Parameter], packed: dict[str, nn.Module], device_type: str) -> None:
+def _guard_bytes(module: nn.Module, own: set[nn.Parameter], packed: dict[str, PackedWeight], device_type: str) -> None:
     """Add one frozen fp32 number to a unit that would otherwise be all of one 16-bit dtype and hold packed bytes.
 
     FSDP2 gathers a unit of several dtypes as bytes. A unit of one dtype is copied as numbers of that dtype, and on
@@ -163,10 +160,10 @@ def _guard_bytes(module: nn.Module, own: set[nn.Parameter], packed: dict[str, nn
         own.add(module.byte_guard)
 
 
-def _checksum_of(module: nn.Module) -> torch.Tensor:
+def _checksum_of(packed: PackedWeight) -> torch.Tensor:
     """Of the whole weight: taken while loading where only a shard of it was kept."""
-    known = getattr(module, "checksum_before_sharding", None)
-    return streaming.packed_checksum(module.weight) if known is None else known
+    known = getattr(packed.owner, "checksums_before_sharding", {}).get(packed.leaf)
+    return streaming.packed_checksum(packed.weight) if known is None else known
 
 
 def verify_packed_bytes(model: nn.Module, checksums: dict[str, torch.Tensor]) -> None:
@@ -175,7 +172,7 @@ def verify_packed_bytes(model: nn.Module, checksums: dict[str, torch.Tensor]) ->
     Raises:
         RuntimeError: naming the modules whose bytes differ.
     """
-    packed = packed_modules(model)
+    packed = packed_weights(model)
     owners = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
     wrong: list[str] = []
     for owner_name, owner in owners.items():
@@ -198,7 +195,7 @@ def _owner_of(name: str, owners: dict[str, nn.Module]) -> str:
     return max((owner for owner in owners if is_inside(name, owner)), key=len)
 
 
-def _check_storage(packed: dict[str, nn.Module]) -> None:
+def _check_storage(packed: dict[str, PackedWeight]) -> None:
     integers = [name for name, m in packed.items() if not m.weight.dtype.is_floating_point]
     if integers:
         dtype = str(packed[integers[0]].weight.dtype).removeprefix("torch.")

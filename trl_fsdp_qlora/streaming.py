@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from .packed import packed_leaves
 from .targets import ModelStructure, is_inside
 
 # Smaller tensors (norms, biases) are loaded whole and sharded later: nothing is saved by treating them one by one.
@@ -75,8 +76,8 @@ def keeping_own_shards(
 
 def _keep_shard(owner: nn.Module, leaf: str, shard: ShardOf) -> None:
     parameter = owner._parameters[leaf]
-    if getattr(owner, "quant_state", None) is not None:
-        owner.checksum_before_sharding = packed_checksum(parameter)
+    if leaf in packed_leaves(owner):
+        owner.checksums_before_sharding = {**getattr(owner, "checksums_before_sharding", {}), leaf: packed_checksum(parameter)}
     owner.full_shapes = {**getattr(owner, "full_shapes", {}), leaf: parameter.shape}
     # A plain parameter, as FSDP2 makes them: bitsandbytes finds the quantisation constants on the module.
     own = nn.Parameter(shard.of(parameter.detach().as_subclass(torch.Tensor)), requires_grad=False)

@@ -36,6 +36,8 @@ class ModelStructure:
         side_embeddings: other embeddings of the language model, such as Gemma's per-layer-embedding table.
         towers: everything that owns parameters outside the language model and the head: vision and audio towers and
             the connectors behind them.
+        routers: modules that choose experts.
+        indexers: modules that choose what a sparse attention sees. No gradient goes through their choice.
     """
 
     language_model: str
@@ -44,6 +46,8 @@ class ModelStructure:
     output_head: str | None
     side_embeddings: tuple[str, ...]
     towers: tuple[str, ...]
+    routers: tuple[str, ...] = ()
+    indexers: tuple[str, ...] = ()
 
     def in_language_model(self, name: str) -> bool:
         return is_inside(name, self.language_model) and name != self.output_head and not self.in_tower(name)
@@ -94,7 +98,29 @@ def find_structure(model: nn.Module) -> ModelStructure:
     if language_model == "" or any(is_inside(tower, language_model) for tower in towers):
         towers = ()
     side_embeddings = tuple(n for n in side_embeddings if not any(is_inside(n, t) for t in towers))
-    return ModelStructure(language_model, layers_name, embedding_name, head_name, side_embeddings, towers)
+    routers, indexers = _choosers(model, layers_name)
+    return ModelStructure(language_model, layers_name, embedding_name, head_name, side_embeddings, towers, routers, indexers)
+
+
+def _choosers(model: nn.Module, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the routers and of the indexers in the decoder layers.
+
+    Their classes are called so in transformers. A router may also be a plain linear layer: the one beside the experts
+    with an output for each.
+    """
+    routers, indexers = [], []
+    for name, module in model.get_submodule(layers).named_modules(prefix=layers):
+        kind = type(module).__name__
+        if kind.endswith("Router"):
+            routers.append(name)
+        elif kind.endswith("Indexer"):
+            indexers.append(name)
+        for child_name, child in module.named_children():
+            experts = getattr(module, "experts", None)
+            count = getattr(experts, "num_experts", None) or (len(experts) if isinstance(experts, nn.ModuleList) else None)
+            if isinstance(child, nn.Linear) and count and child.out_features == count:
+                routers.append(f"{name}.{child_name}")
+    return tuple(routers), tuple(indexers)
 
 
 def _longest_layer_list(module: nn.Module) -> nn.ModuleList | None:
@@ -136,9 +162,10 @@ def resolve_lora_targets(
     """The exact names of the modules that will get an adapter, in model order.
 
     Matching is PEFT's own (`check_target_module_exists`), so `"all-linear"`, lists, regular expressions,
-    `layers_to_transform` and `modules_to_save` mean what PEFT documents. Two things are added: towers, connectors and
-    the head are left out unless `language_model_only=False`, and a name that belongs to a wrapper around a linear
-    layer (Gemma 4's clippable linear layers) stands for the linear layer inside, which is what PEFT can adapt.
+    `layers_to_transform` and `modules_to_save` mean what PEFT documents. Three things are added: towers, connectors and
+    the head are left out unless `language_model_only=False`; `"all-linear"` leaves routers and indexers alone; the name of
+    a wrapper around a linear layer (Gemma 4's clippable linear layers) stands for the linear layer inside, which is what
+    PEFT can adapt.
 
     Args:
         config: the PEFT config whose other matching fields count; by default a plain LoRA config.
@@ -148,7 +175,13 @@ def resolve_lora_targets(
     """
     structure = find_structure(model)
     adaptable = {name: module for name, module in model.named_modules() if isinstance(module, ADAPTABLE)}
-    linear = [name for name, module in adaptable.items() if isinstance(module, LINEAR) and name != structure.output_head]
+    linear = [
+        name
+        for name, module in adaptable.items()
+        if isinstance(module, LINEAR)
+        and name != structure.output_head
+        and not any(is_inside(name, chooser) for chooser in (*structure.routers, *structure.indexers))
+    ]
     everything = isinstance(target_modules, str) and target_modules.lower() == "all-linear"
     excludes = _as_peft_wants(exclude_modules) or None
     targets = set(linear) if everything else _as_peft_wants(target_modules)
@@ -258,7 +291,7 @@ def resolve_peft_config(model: nn.Module, config: PeftConfig, *, language_model_
     if not hasattr(config, "target_modules"):
         return config
     config = copy.deepcopy(config)
-    if config.target_modules is None and getattr(config, "target_parameters", None):
+    if not config.target_modules and getattr(config, "target_parameters", None):
         return config
     targets = config.target_modules if config.target_modules is not None else "all-linear"
     targets = sorted(targets) if isinstance(targets, set) else targets

@@ -223,7 +223,8 @@ def gathered_bytes():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from trl_fsdp_qlora.sharding import ShardingRequest, packed_modules, shard_model, verify_packed_bytes
+    from trl_fsdp_qlora.packed import packed_weights
+    from trl_fsdp_qlora.sharding import ShardingRequest, shard_model, verify_packed_bytes
     from trl_fsdp_qlora.streaming import packed_checksum
 
     torch.distributed.init_process_group("gloo")
@@ -275,7 +276,7 @@ def gathered_bytes():
         policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=cast)
         shard_model(model, init_device_mesh("cpu", (2,)), ShardingRequest(fsdp=True), mp_policy=policy)
         model(torch.arange(4)).float().sum().backward()
-        packed = packed_modules(model)
+        packed = packed_weights(model)
         try:
             verify_packed_bytes(model, {name: packed_checksum(patterns.flip(0)) for name in packed})
             noticed = False

@@ -96,15 +96,15 @@ def make_trainer(checkpoint, output_dir, fields):
 
 
 def train(checkpoint, output_dir, fields) -> dict:
-    from trl_fsdp_qlora.sharding import packed_modules
+    from trl_fsdp_qlora.packed import packed_weights
 
     start = time.perf_counter()
     trainer = make_trainer(checkpoint, output_dir, fields)
     loaded = {"load_seconds": time.perf_counter() - start, "load_peak_gib": torch.cuda.max_memory_allocated() / 2**30}
     torch.cuda.reset_peak_memory_stats()
-    before = {name: module.weight.detach().view(torch.uint8).cpu() for name, module in packed_modules(trainer.model).items()}
+    before = {name: module.weight.detach().view(torch.uint8).cpu() for name, module in packed_weights(trainer.model).items()}
     trainer.train()
-    after = packed_modules(trainer.model)
+    after = packed_weights(trainer.model)
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     rollout = trainer.vllm_generation
     return {

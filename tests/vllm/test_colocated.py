@@ -8,7 +8,7 @@ import torch
 
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_grpo_ranks import grpo_trainer, logged
-from tests.vllm.support import BLOCK, ENGINE, SPECIAL, Witness, environment, prompt_ids, resident_megabytes
+from tests.vllm.support import BLOCK, ENGINE, TOKENS, Witness, engine_greedy, environment, prompt_ids, resident_megabytes
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, which the set 'vllm' has")
 COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 160, "vllm_engine_kwargs": ENGINE}
@@ -29,20 +29,15 @@ def colocated_trainer(checkpoint, output_dir, **fields):
     return grpo_trainer(checkpoint, output_dir, **{**COLOCATED, "max_steps": STEPS, "learning_rate": 0.02, **fields})
 
 
-def engine_greedy(trainer, tokens=12):
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logit_bias=dict.fromkeys(SPECIAL, -100.0))
-    outputs = trainer.vllm_generation.llm.generate(
-        [{"prompt_token_ids": ids} for ids in prompt_ids(trainer)], sampling_params=params, use_tqdm=False
-    )
+def greedy(trainer, tokens=TOKENS):
+    outputs = engine_greedy(trainer.vllm_generation.llm, prompt_ids(trainer), tokens)
     return [list(output.outputs[0].token_ids) for output in outputs], [output.num_cached_tokens for output in outputs]
 
 
 def packed_bytes(model):
-    from trl_fsdp_qlora.sharding import packed_modules
+    from trl_fsdp_qlora.packed import packed_weights
 
-    return {name: module.weight.detach().view(torch.uint8).clone() for name, module in packed_modules(model).items()}
+    return {name: module.weight.detach().view(torch.uint8).clone() for name, module in packed_weights(model).items()}
 
 
 def train_and_compare(checkpoint, output_dir, **fields):
@@ -57,8 +52,8 @@ def train_and_compare(checkpoint, output_dir, **fields):
     class Compare(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             trainer.vllm_generation.sync_weights()
-            tokens, first_cached = engine_greedy(trainer)
-            again, cached = engine_greedy(trainer)
+            tokens, first_cached = greedy(trainer)
+            again, cached = greedy(trainer)
             steps.append(
                 {"engine": tokens, "again": again, "transformers": witness.with_adapter(), "first": first_cached, "cached": cached}
             )
@@ -129,7 +124,7 @@ def sync_many_times(checkpoint, output_dir, count=200, **fields):
             adapters[step % len(adapters)].add_(0.01)
         rollout.sync_weights()
         if step % 20 == 0:
-            engine_greedy(trainer, tokens=1)
+            greedy(trainer, tokens=1)
         sizes.append(resident_megabytes())
     worker = rollout.llm.llm_engine.model_executor.driver_worker
     return {
