@@ -26,6 +26,7 @@ LONG_PROMPT = "one two three and what is the word for hello in a short text " * 
 # What stands for an image or a sound is replaced inside the model, in the engine otherwise than in transformers.
 SPECIAL = [*range(8), *range(497, 512)]
 PROMPTS = ["hello world", "what is one and two", LONG_PROMPT]
+TOKENS = 12  # of an answer
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -83,13 +84,33 @@ def prompt_ids(trainer) -> list[list[int]]:
     return [trainer.processing_class(prompt)["input_ids"] for prompt in PROMPTS]
 
 
+def engine_greedy(llm, prompts: list[list[int]], tokens: int = TOKENS, **arguments) -> list:
+    """vLLM's own outputs, with the log-probability of each token."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, logit_bias=dict.fromkeys(SPECIAL, -100.0))
+    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling_params=params, use_tqdm=False, **arguments)
+
+
+def transformers_greedy(model, prompts: list[list[int]], tokens: int = TOKENS) -> list[list[int]]:
+    found = []
+    for ids in prompts:
+        inputs = torch.tensor([ids])
+        sequences = model.generate(
+            input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=tokens, do_sample=False,
+            eos_token_id=-1, suppress_tokens=SPECIAL,
+        )  # fmt: skip
+        found.append(sequences[0, len(ids) :].tolist())
+    return found
+
+
 class Witness:
     """Compares the engine with the unquantised base plus the adapter that the trainer saves, computed by transformers."""
 
-    def __init__(self, trainer, checkpoint: str, tokens: int = 12):
+    def __init__(self, trainer, checkpoint: str):
         from trl_fsdp_qlora import load_model
 
-        self.trainer, self.tokens = trainer, tokens
+        self.trainer = trainer
         self.base = load_model(checkpoint, dtype=torch.float32, device="cpu")
         self.seen = 0
 
@@ -106,15 +127,7 @@ class Witness:
         return found
 
     def greedy(self, model) -> list[list[int]]:
-        found = []
-        for ids in prompt_ids(self.trainer):
-            inputs = torch.tensor([ids])
-            sequences = model.generate(
-                input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=self.tokens, do_sample=False,
-                eos_token_id=-1, suppress_tokens=SPECIAL,
-            )  # fmt: skip
-            found.append(sequences[0, len(ids) :].tolist())
-        return found
+        return transformers_greedy(model, prompt_ids(self.trainer))
 
 
 def resident_megabytes() -> float:

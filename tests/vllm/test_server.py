@@ -16,7 +16,7 @@ import pytest
 
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_grpo_ranks import FSDP, grpo_trainer, logged
-from tests.vllm.support import BLOCK, SPECIAL, Witness, environment, prompt_ids
+from tests.vllm.support import BLOCK, SPECIAL, TOKENS, Witness, environment, prompt_ids
 from trl_fsdp_qlora.rollout_server import REPORT, server_command
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, which the set 'vllm' has")
@@ -109,7 +109,7 @@ def train_and_compare(checkpoint, output_dir, url):
 
     def greedy():
         return rollout.vllm_client.generate(
-            prompt_ids(trainer), temperature=0, max_tokens=witness.tokens,
+            prompt_ids(trainer), temperature=0, max_tokens=TOKENS,
             generation_kwargs={"ignore_eos": True, "logit_bias": {str(token): -100.0 for token in SPECIAL}},
         )["completion_ids"]  # fmt: skip
 
