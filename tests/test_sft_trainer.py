@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BitsAndBytesConfig
@@ -20,6 +20,9 @@ from trl_fsdp_qlora.packed import packed_weights
 from trl_fsdp_qlora.targets import resolve_peft_config
 
 ROWS = token_rows(8, lengths=(24, 9, 17, 30))
+FAR_TOKEN = Dataset.from_dict({"input_ids": [[2, 40, 511], [2, 40, 512]]})  # the tiny model's vocabulary has 512
+EMPTY_STREAM = IterableDataset.from_generator(lambda: iter(()))
+UNTYPED = [{"role": "user", "content": [{"text": "hello"}]}, {"role": "assistant", "content": [{"text": "a short text"}]}]
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +147,12 @@ class TestWhatIsGiven:
 
     def test_what_cannot_be(self, checkpoint, tmp_path):
         base = load_model(checkpoint, quantization_config=nf4())
+        with pytest.raises(ValueError, match="has 512 at position 2"):
+            trainer_for(base, tmp_path, FAR_TOKEN)
         config = resolve_peft_config(base, LoraConfig(r=2, target_modules=["q_proj"]))
         model = get_peft_model(base, config)
+        with pytest.raises(ValueError, match="has 512 at position 2"):
+            trainer_for(model, tmp_path, FAR_TOKEN)
         with pytest.raises(ValueError, match="wrapped twice"):
             trainer_for(model, tmp_path, trainer_args={"peft_config": config})
         for parameter in model.parameters():
@@ -189,12 +196,28 @@ class TestRefusedBeforeLoading:
             ({}, {"eval_dataset": {"a": Dataset.from_dict({"question": ["x"]})}}, r"eval_dataset\['a'\]"),
             ({}, {"train_dataset": Dataset.from_dict({"text": ["a", None]})}, "Row 1 of `train_dataset`"),
             ({}, {"train_dataset": None}, "`train_dataset` is missing"),
+            ({}, {"train_dataset": EMPTY_STREAM}, "`train_dataset` has no rows"),
+            ({}, {"train_dataset": EMPTY_STREAM, "formatting_func": str}, "`train_dataset` has no rows"),
+            ({}, {"train_dataset": Dataset.from_dict({"text": ["", ""]})}, "Row 0 of `train_dataset`.*'text' is empty"),
+            ({}, {"train_dataset": Dataset.from_list([{"messages": UNTYPED}])}, "Row 0 .*message 0 .*without a 'type'"),
+            ({}, {"train_dataset": FAR_TOKEN}, "Row 1 of `train_dataset` .*has 512 at position 2: the model's tokens are 0 to 511"),
+            ({}, {"eval_dataset": {"a": FAR_TOKEN}}, r"Row 1 of `eval_dataset\['a'\]`.*has 512"),
+            ({}, {"train_dataset": FAR_TOKEN.select([1]).to_iterable_dataset()}, "Row 0 of `train_dataset` .*has 512"),
+            ({"assistant_only_loss": True}, {}, "`assistant_only_loss=True`.*no 'assistant_masks'"),
+            ({}, {"train_dataset": ROWS.add_column("completion_mask", ROWS["input_ids"])}, "Write `completion_only_loss=True`"),
+            ({"chat_template_path": "/dev/null/template.jinja"}, {}, "`chat_template_path='/dev/null/template.jinja'` is neither"),
+            ({"chat_template_path": os.path.dirname(__file__)}, {}, "is neither a file .* nor a folder or model id with a tokenizer"),
         ],
     )
     def test_refused(self, weightless, tmp_path, fields, trainer_args, said):
         trainer_args = {"train_dataset": ROWS, **trainer_args}
         with pytest.raises(ValueError, match=said):
             QLoRASFTTrainer(weightless, sft_config(tmp_path, **fields), **trainer_args)
+
+    def test_activation_offloading_in_a_plain_config(self, weightless, tmp_path):
+        config = SFTConfig(str(tmp_path), use_cpu=True, report_to=[], activation_offloading=True)
+        with pytest.raises(ValueError, match="activation_offloading=True"):
+            QLoRASFTTrainer(weightless, config, train_dataset=ROWS)
 
     def test_flash_attention_and_wide_heads(self, model_cache, tmp_path):
         wide = tiny_gemma4(str(model_cache / "wide"), global_head_dim=512)
@@ -363,10 +386,30 @@ def test_an_instance_with_adapters_is_refused(checkpoint, tmp_path):
         trainer_for(model, tmp_path)
 
 
-def test_rows_without_a_trainable_token_are_refused(checkpoint, tmp_path):
-    rows = Dataset.from_dict({"input_ids": [[2, 40, 41]], "labels": [[-100, -100, -100]]})
+@pytest.mark.parametrize("labels", [[-100, -100, -100], [2, -100, -100], [2]], ids=["masked", "only-the-first", "one-token"])
+def test_rows_without_a_trainable_token_are_refused(checkpoint, tmp_path, labels):
+    rows = Dataset.from_dict({"input_ids": [[2, 40, 41][: len(labels)]], "labels": [labels]})
     with pytest.raises(ValueError, match="has a token to train on"):
         trainer_for(checkpoint, tmp_path, rows)
+
+
+@pytest.mark.parametrize(
+    ("mask", "fields"), [("assistant_masks", {}), ("completion_mask", {"completion_only_loss": True})], ids=["assistant", "completion"]
+)
+def test_masks_of_tokens_are_honoured(checkpoint, tmp_path, mask, fields):
+    rows = Dataset.from_dict({"input_ids": [[2, 40, 41, 42], [2, 43, 44]], mask: [[0, 0, 1, 1], [0, 1, 0]]})
+    trainer = trainer_for(checkpoint, tmp_path, rows, max_steps=1, **fields)
+    assert trainer.train_dataset["labels"] == [[-100, -100, 41, 42], [-100, 43, -100]]
+    trainer.train()
+
+
+def test_a_template_from_a_file_or_another_model(checkpoint, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    rows = Dataset.from_list([{"messages": MESSAGES}])
+    trainer = trainer_for(checkpoint, tmp_path, rows, chat_template_path=str(file))
+    assert trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"]) == "helloa short text"
+    assert trainer_for(checkpoint, tmp_path, rows, chat_template_path=checkpoint).processing_class.chat_template
 
 
 def test_text_only_class(model_cache, tmp_path):

@@ -1,13 +1,17 @@
 """Supervised fine-tuning in 4 bit."""
 
+import os
+
 from datasets import Dataset, IterableDataset
 from trl import SFTConfig, SFTTrainer
+from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import get_config_model_id
 
 from .base_trainer import QLoRATrainerMixin, load_processing_class
 from .chat_masks import add_assistant_masks, needs_rendered_masks
 from .config import QLoRASFTConfig
-from .data_checks import check_chat_template, check_rows, has_images
+from .data_checks import check_chat_template, check_chat_template_path, check_present, check_rows, has_images
+from .token_checks import check_token_rows
 
 
 class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
@@ -54,14 +58,20 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
             args = QLoRASFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
         datasets = {"train_dataset": train_dataset, **_named(eval_dataset)}
         prepared_by_user = formatting_func is not None or (args.dataset_kwargs or {}).get("skip_prepare_dataset")
-        if not prepared_by_user:
-            for name, dataset in datasets.items():
-                check_rows(dataset, name, args.dataset_text_field)
+        for name, dataset in datasets.items():
+            if prepared_by_user:
+                check_present(dataset, name)
+            else:
+                masks = {"completion_only_loss": args.completion_only_loss, "assistant_only_loss": args.assistant_only_loss}
+                check_rows(dataset, name, args.dataset_text_field, **masks)
+        check_chat_template_path(args.chat_template_path)
         if processing_class is None:
             processing_class = load_processing_class(model, args, wants_images=has_images(train_dataset))
         if not prepared_by_user:
             for name, dataset in datasets.items():
                 check_chat_template(dataset, name, processing_class, args.chat_template_path)
+        brings_tokens = args.chat_template_path is not None and not os.path.isfile(args.chat_template_path)
+        self._tokens_to_check = {} if prepared_by_user or brings_tokens else datasets
         self._masks_from_rendering = args.assistant_only_loss and needs_rendered_masks(processing_class)
         made = self.make(model, args, quantization_config, peft_config)
         with self._trl_init(made, args), _assistant_only_loss_done_here(args, self._masks_from_rendering):
@@ -81,16 +91,26 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
                 peft_config=made.peft_config,
                 formatting_func=formatting_func,
             )
-        if isinstance(self.train_dataset, Dataset) and len(self.train_dataset) == 0:
+        labelled = isinstance(self.train_dataset, Dataset) and "labels" in self.train_dataset.column_names
+        if labelled and not self._skip_prepare_dataset and not _has_token_to_predict(self.train_dataset):
             raise ValueError(
-                "No row of `train_dataset` has a token to train on: every label is masked, or cut off by "
-                f"`max_length={args.max_length}`. Raise `max_length`, or check completions and `assistant_only_loss`."
+                "No row of `train_dataset` has a token to train on: every label is masked, cut off by "
+                f"`max_length={args.max_length}`, or the first of its row, which nothing predicts. Raise `max_length`, or check "
+                "completions and `assistant_only_loss`."
             )
         # TRL's loss divides by the tokens of the whole step when it is told their number. transformers tells it only
         # for models whose own forward would, and Gemma 4's says no: steps with rows of unequal length would then
         # depend on how rows fall into micro-batches and ranks.
         self.model_accepts_loss_kwargs = True
         self.finish(made)
+
+    def _check_adapter(self, model, peft_config):
+        """Nothing is asked of the adapter. The model's vocabulary is known here, and no weight is read yet."""
+        vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
+        for name, dataset in self._tokens_to_check.items():
+            if "input_ids" in get_dataset_column_names(dataset):
+                check_token_rows(dataset, name, vocabulary)
+        self._tokens_to_check = {}
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         """TRL's preparation, with assistant masks found by rendering where the chat template marks none."""
@@ -103,6 +123,11 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
                 desc=f"Finding assistant tokens in {dataset_name} dataset",
             )
         return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+
+
+def _has_token_to_predict(dataset: Dataset) -> bool:
+    """Whether a label of a row is not masked. That of its first token does not count: nothing comes before to predict it from."""
+    return any(label != -100 for row in dataset.select_columns(["labels"]).with_format(None) for label in row["labels"][1:])
 
 
 def _named(eval_dataset) -> dict[str, Dataset | IterableDataset]:
