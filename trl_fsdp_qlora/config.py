@@ -124,6 +124,8 @@ class QLoRAArguments:
             raise ValueError(f"`lora_r={self.lora_r}` gives no adapter: write a rank of at least 1, such as 16.")
         if not 0 < self.lora_alpha < float("inf"):
             raise ValueError(f"`lora_alpha={self.lora_alpha}` is no scale to train at: write a number above 0, such as 32.")
+        if self.lora_experts_r < 0:
+            raise ValueError(f"`lora_experts_r={self.lora_experts_r}` is no rank: write a number such as 4, or 0 for none.")
         if self.mlp_tile_size < 0:
             raise ValueError(f"`mlp_tile_size={self.mlp_tile_size}` is no size: write a number of tokens, or 0 for no tiles.")
         if not 0.0 <= self.lora_dropout < 1.0:

@@ -12,6 +12,8 @@ import torch
 from peft import PeftModel
 from torch.nn import functional as F
 
+from .experts import plain_experts
+
 SAMPLE_TEXTS = (
     "The boat left the harbour at dawn, and by noon the island was only a blue line behind it. Nobody on board spoke of going back.",
     "To merge two sorted lists, compare their first items, move the smaller one to the result, and repeat until one list is empty.",
@@ -35,7 +37,7 @@ class Drift:
 def measure_drift(
     model: PeftModel,
     tokenizer,
-    modules: set[str],
+    parameters: set[str],
     weights: dict[str, Callable[[str], torch.Tensor]],
     texts: tuple[str, ...] = SAMPLE_TEXTS,
     max_tokens: int = 256,
@@ -43,13 +45,13 @@ def measure_drift(
     """Compare `model`, an unmerged adapter on its base, with each merge in `weights`.
 
     Args:
-        modules: names, in the base model, of the linear layers whose weights a merge replaces.
-        weights: for each merge, what gives the merged weight of such a layer.
+        parameters: names, in the base model, of what a merge replaces: weights of linear layers, and stacks of experts.
+        weights: for each merge, what gives the merged value of such a parameter.
     """
     before = _log_probabilities(model, tokenizer, texts, max_tokens)
     drifts = {}
     for merge, weight_of in weights.items():
-        with _using(model, modules, weight_of):
+        with _using(model, parameters, weight_of):
             after = _log_probabilities(model, tokenizer, texts, max_tokens)
         difference = (after - before).abs()
         drifts[merge] = Drift(difference.max().item(), difference.mean().item(), len(difference))
@@ -72,21 +74,39 @@ def _log_probabilities(model, tokenizer, texts, max_tokens: int) -> torch.Tensor
 
 
 @contextmanager
-def _using(model: PeftModel, modules: set[str], weight_of: Callable[[str], torch.Tensor]):
-    """Let the linear layers `modules` compute with the weights that `weight_of` gives, and without adapters."""
-    patched = [(name, module) for name, module in model.get_base_model().named_modules() if name in modules]
-    for name, module in patched:
+def _using(model: PeftModel, parameters: set[str], weight_of: Callable[[str], torch.Tensor]):
+    """Let the modules that own `parameters` compute with the values that `weight_of` gives, and without adapters."""
+    base = model.get_base_model()
+    patched = {}
+    for parameter in parameters:
+        name, _, leaf = parameter.rpartition(".")
+        patched.setdefault(name, []).append(leaf)
+    for name, leaves in patched.items():
+        module = base.get_submodule(name)
         layer = module.get_base_layer() if hasattr(module, "get_base_layer") else module
-        module.forward = _linear(name, layer.bias, weight_of)
+        if leaves == ["weight"]:
+            module.forward = _linear(f"{name}.weight", layer.bias, weight_of)
+        else:
+            module.forward = _experts(name, layer, leaves, weight_of)
     try:
         yield
     finally:
-        for _, module in patched:
-            del module.forward
+        for name in patched:
+            del base.get_submodule(name).forward
 
 
 def _linear(name: str, bias: torch.Tensor | None, weight_of: Callable[[str], torch.Tensor]):
     def forward(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         return F.linear(x, weight_of(name).to(x.device, x.dtype), bias)
+
+    return forward
+
+
+def _experts(name: str, layer: torch.nn.Module, leaves: list[str], weight_of: Callable[[str], torch.Tensor]):
+    def forward(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        plain = plain_experts(layer)
+        for leaf in leaves:
+            plain._parameters[leaf] = torch.nn.Parameter(weight_of(f"{name}.{leaf}").to(x.device, x.dtype), requires_grad=False)
+        return plain(x, *args, **kwargs)
 
     return forward

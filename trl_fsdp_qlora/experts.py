@@ -9,12 +9,14 @@ the backward pass, and never all at once.
 Shapes: E experts, K experts a token, T tokens, H hidden size.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import auto
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
@@ -43,6 +45,16 @@ def expert_stacks(model: nn.Module) -> dict[str, list[str]]:
 def _stacks_of(module: nn.Module) -> list[str]:
     packed = getattr(module, "stack_states", {})
     return [leaf for leaf, p in module._parameters.items() if p is not None and (leaf in packed or (p.ndim == 3 and p.is_floating_point()))]
+
+
+def packable_stacks(model: nn.Module, skipped: list[str]) -> set[str]:
+    """Names of the parameters that are stacks of experts and will be quantised; `skipped` are modules that will not."""
+    return {
+        f"{name}.{leaf}"
+        for name, leaves in expert_stacks(model).items()
+        if not any(is_inside(name, skip) for skip in skipped) and not _blocks_cross_experts(model.get_submodule(name))
+        for leaf in leaves
+    }
 
 
 def warn_of_16_bit_experts(skeleton: nn.Module, skipped: list[str]) -> None:
@@ -98,7 +110,7 @@ def quantize_stack(stack: torch.Tensor, *, quant_type: str, double_quant: bool, 
 
 
 def dequantize_experts(packed: torch.Tensor, state: QuantState, experts: list[int] | None = None) -> torch.Tensor:
-    """The weights (n, rows, columns) of some experts, or of all, to the last bit what bitsandbytes makes of each."""
+    """The weights (n, rows, columns) of some experts, or of all, to the last bit what bitsandbytes makes of each on a GPU."""
     count, *size = state.shape
     # As bytes: indexing copies numbers, and some bit patterns are no numbers.
     data = packed.detach().as_subclass(torch.Tensor).view(torch.uint8).view(count, -1)
@@ -113,7 +125,8 @@ def dequantize_experts(packed: torch.Tensor, state: QuantState, experts: list[in
         absmax = state.state2.code.index_select(0, absmax.flatten().int()).view(scale.shape) * scale + offset[:, None]
     flat = QuantState(
         absmax=absmax.flatten().float(),
-        shape=torch.Size((len(data) * size[0], size[1])),
+        # One block a row: on the CPU, bitsandbytes 0.50 takes the constants of other blocks where a row ends inside a block.
+        shape=torch.Size((absmax.numel(), state.blocksize)),
         code=state.code,
         blocksize=state.blocksize,
         quant_type=state.quant_type,
@@ -133,7 +146,9 @@ class PackedExperts:
 
     def unpacked(self, leaf: str) -> torch.Tensor:
         state, parameter = self.stack_states.get(leaf), self._parameters[leaf]
-        return parameter if state is None or parameter.is_meta else dequantize_experts(parameter, state)
+        # FSDP2 looks for its own shards under this name.
+        as_it_is = state is None or parameter.is_meta or isinstance(parameter, DTensor)
+        return parameter if as_it_is else dequantize_experts(parameter, state)
 
     def stand_in(self, leaf: str) -> torch.Tensor:
         """A tensor without memory that has the shape, dtype and device of a stack, for who only asks for those."""
@@ -241,19 +256,23 @@ def pack_class(module: nn.Module) -> None:
     module._is_hf_initialized = True
 
 
+def plain_experts(module: nn.Module) -> nn.Module:
+    """A shallow copy of experts as transformers made them, with the same parameters. Whoever packed them must put numbers in."""
+    plain = copy.copy(module)
+    plain._parameters = dict(module._parameters)
+    if isinstance(module, PackedExperts):
+        plain.__class__ = type(module).__bases__[1]
+    return plain
+
+
 class ExpertsBnb4BitHfQuantizer(Bnb4BitHfQuantizer):
     """transformers' quantiser, which also quantises stacks of experts as they are read."""
 
-    stacks: frozenset[str] = frozenset()
+    stacks: set[str] = set()
 
     def _process_model_before_weight_loading(self, model, device_map, **kwargs):
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
-        self.stacks = frozenset(
-            f"{name}.{leaf}"
-            for name, leaves in expert_stacks(model).items()
-            if not any(is_inside(name, skip) for skip in self.modules_to_not_convert) and not _blocks_cross_experts(model.get_submodule(name))
-            for leaf in leaves
-        )
+        self.stacks = packable_stacks(model, self.modules_to_not_convert)
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         return param_name in self.stacks or super().param_needs_quantization(model, param_name, **kwargs)

@@ -27,12 +27,13 @@ from transformers import BitsAndBytesConfig
 from trl.trainer.utils import generate_model_card
 
 from . import provenance, staging
+from .adapter_files import read_adapter_config
 from .config import DTYPES
 from .differences import base_differences
 from .drift import SAMPLE_TEXTS, Drift
 from .loading import quantization_from
 from .logging import get_logger
-from .merging import MODES, MergedWeights, read_adapter_config
+from .merging import MODES, MergedWeights
 from .raw_tensors import INDEX, weight_files
 
 logger = get_logger(__name__)
@@ -50,7 +51,7 @@ class Merged:
     Attributes:
         folder: the merged checkpoint.
         mode: `"original"` or `"dequantized"`.
-        adapted: names of the modules that the adapter went into.
+        adapted: names of the parameters that the adapter went into.
         drift: for each mode, how far it is from the unmerged model; empty if it was not measured.
     """
 
@@ -100,7 +101,7 @@ def merge(
     weights = MergedWeights(folder, adapter, quantization, dtype)
     drifts = weights.measure(texts) if compare else {}
     _write(weights, output, mode, partial(_write_rest, folder, adapter, base, config, record, dataset, os.path.basename(output)))
-    return Merged(output, mode, weights.adapter.modules, drifts)
+    return Merged(output, mode, weights.adapter.parameters, drifts)
 
 
 def _base_folder(base: str, revision: str | None) -> str:
@@ -235,7 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
         )  # fmt: skip
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    print(f"{merged.folder}: adapter merged into {len(merged.adapted)} layers of the {merged.mode} weights")
+    print(f"{merged.folder}: adapter merged into {len(merged.adapted)} tensors of the {merged.mode} weights")
     for mode, found in merged.drift.items():
         print(
             f"  {mode:<12} against the unmerged model: the log-probability of {found.tokens} tokens differs by {found.mean:.4f} "

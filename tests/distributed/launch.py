@@ -5,11 +5,16 @@
 
 A function must be importable (defined at a module's top level) and take and return what JSON can carry. It opens the process group itself
 (`Accelerator()`, any TrainingArguments, or `torch.distributed.init_process_group("gloo")`); the group is closed for it.
+
+Ranks are forked from a process that has imported the libraries, which takes longer than most tests; but those with settings for vLLM,
+which reads them while it is imported, are new processes.
 """
 
+import atexit
 import faulthandler
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -19,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,13 +47,14 @@ def run_ranks(world_size, target, *args, timeout=120, env=None, **kwargs):
             raise TypeError(f"a script takes no keyword arguments, got {sorted(kwargs)}")
         spec = {"script": str(target), "args": [str(arg) for arg in args]}
 
+    start = _Fresh if any(name.startswith("VLLM_") for name in env or {}) else _Forked
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         folder = Path(folder)
         (folder / "spec.json").write_text(json.dumps(spec))
         ranks = []
         try:
             for rank_env in _environments(world_size, env or {}):
-                ranks.append(_start(folder, len(ranks), rank_env))
+                ranks.append(start(folder, len(ranks), rank_env))
             failed, timed_out = _wait(ranks, timeout)
             if failed or timed_out:
                 raise RankError(_report(folder, ranks, failed, timeout if timed_out else None))
@@ -80,11 +87,52 @@ def _environments(world_size, extra):
         yield {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **extra}
 
 
-def _start(folder, rank, env):
-    with open(folder / f"{rank}.out", "w") as out, open(folder / f"{rank}.err", "w") as err:
-        # A session of its own, so that what a rank starts can be ended with it. Its stdin is a pipe that closes when this process ends.
-        command = [sys.executable, "-m", __name__, str(folder)]
-        return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=out, stderr=err, start_new_session=True)
+class _Fresh:
+    """A rank in a new process."""
+
+    def __init__(self, folder, rank, env):
+        with open(folder / f"{rank}.out", "w") as out, open(folder / f"{rank}.err", "w") as err:
+            # A session of its own, so that what a rank starts can be ended with it. Its stdin is a pipe that closes when this process ends.
+            command = [sys.executable, "-m", __name__, str(folder)]
+            self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=out, stderr=err, start_new_session=True)
+        self.pid, self.poll, self.wait = self.process.pid, self.process.poll, self.process.wait
+
+    def close(self):
+        self.process.stdin.close()
+
+
+class _Forked:
+    """A rank in a process that starts with everything imported."""
+
+    def __init__(self, folder, rank, env):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.distributed.preload"])
+        self.process = context.Process(target=_forked_main, args=(folder, rank, env))
+        self.process.start()
+        self.pid, self.wait = self.process.pid, self.process.join
+
+    def poll(self):
+        return self.process.exitcode
+
+    def close(self):
+        self.process.close()
+
+
+def _forked_main(folder, rank, env):
+    os.setsid()
+    for name, number in (("out", 1), ("err", 2)):
+        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.environ.clear()
+    os.environ.update(env)
+    import torch
+
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # read from the environment once, before the fork
+    parent = multiprocessing.parent_process().sentinel
+    threading.Thread(target=lambda: (wait([parent]), os._exit(1)), daemon=True).start()  # ends with the process that started it
+    try:
+        _main(folder)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves them out, and ranks tell each other there that they end
 
 
 def _wait(ranks, timeout):
@@ -103,7 +151,7 @@ def _wait(ranks, timeout):
     timed_out = bool(running) and not failed
     if timed_out:
         for rank in running:
-            rank.send_signal(signal.SIGUSR1)  # faulthandler writes where it hangs
+            os.kill(rank.pid, signal.SIGUSR1)  # faulthandler writes where it hangs
         time.sleep(GRACE)
     return failed + newly_failed(), timed_out
 
@@ -121,14 +169,13 @@ def _kill(rank):
     except ProcessLookupError:
         pass
     rank.wait()
-    rank.stdin.close()
+    rank.close()
 
 
 def _main(folder):
     """The process of one rank."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()  # ends with the process that started it
     spec = json.loads((folder / "spec.json").read_text())
     if "script" in spec:
         sys.argv = [spec["script"], *spec["args"]]
@@ -147,4 +194,5 @@ def _main(folder):
 
 
 if __name__ == "__main__":
+    threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()  # ends with the process that started it
     _main(Path(sys.argv[1]))

@@ -285,7 +285,7 @@ def gathered_bytes():
         seen.append(
             {
                 "case": [str(storage), str(adapters), str(reduce), cast],
-                "same": all(bool((m.seen == patterns).all()) for m in packed.values()),
+                "same": all(bool((p.owner.seen == patterns).all()) for p in packed.values()),
                 "noticed": noticed,
                 "one_dtype": storage == adapters,
                 "guarded": hasattr(model.layers[0], "byte_guard"),

@@ -1,0 +1,8 @@
+"""What forked ranks have imported (`launch._Forked`). Nothing here may start a thread or read the environment of a rank."""
+
+import bitsandbytes  # noqa: F401
+import datasets  # noqa: F401
+import torch.distributed.fsdp  # noqa: F401
+import transformers.models.gemma4.modeling_gemma4  # noqa: F401
+
+from trl_fsdp_qlora import QLoRAGRPOTrainer, QLoRASFTTrainer  # noqa: F401
