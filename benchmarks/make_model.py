@@ -32,6 +32,12 @@ SIZES = {
         "num_global_key_value_heads": 4, "attention_k_eq_v": True, "num_kv_shared_layers": 0, "sliding_window": 1024,
         "hidden_size_per_layer_input": 0, "layer_types": layers(5, 10),
     },
+    "26b_a4b": {
+        "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2, "attention_k_eq_v": True, "num_kv_shared_layers": 0, "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0, "layer_types": layers(5, 5), "enable_moe_block": True, "num_experts": 128,
+        "top_k_experts": 8, "moe_intermediate_size": 704,
+    },
     "tiny": {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1,
         "head_dim": 32, "global_head_dim": 64, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "sliding_window": 16,
@@ -46,7 +52,7 @@ def configuration(size: str) -> Gemma4Config:
     text = {"final_logit_softcapping": 30.0, **SIZES[size]}
     if size == "tiny":
         return Gemma4Config(text_config=text, vision_config={**TINY_VISION, "head_dim": 16}, audio_config=TINY_AUDIO)
-    return Gemma4Config(text_config=text, vision_config={}, audio_config=None if size == "31b" else {})
+    return Gemma4Config(text_config=text, vision_config={}, audio_config=None if size in ("31b", "26b_a4b") else {})
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

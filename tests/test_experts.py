@@ -9,11 +9,12 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma4ForConditionalGeneration
+from transformers import AutoModelForCausalLM, Gemma4ForConditionalGeneration, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from trl import SFTConfig, SFTTrainer
 
 from tests.tiny import logged, sft_config, tiny_glm, token_rows
 from trl_fsdp_qlora import QLoRAGRPOConfig, QLoRAGRPOTrainer, QLoRASFTTrainer
-from trl_fsdp_qlora.demo.models import tiny_gemma4
+from trl_fsdp_qlora.demo.models import tiny_gemma4, tiny_tokenizer
 from trl_fsdp_qlora.experts import (
     PackedExperts,
     dequantize_experts,
@@ -359,3 +360,32 @@ def test_packed_experts_move_with_their_constants(glm):
     before = experts.unpacked("down_proj")
     experts.to("cpu")
     assert torch.equal(experts.down_proj, before) and experts.stand_in("down_proj").shape == before.shape
+
+
+def test_the_routers_auxiliary_loss_is_trls(tmp_path):
+    """Of a model whose class has one. The numbers are those of TRL's own trainer on the same 16-bit model."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 512}
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, router_aux_loss_coef=0.1)).save_pretrained(tmp_path / "qwen")
+    tiny_tokenizer(512).save_pretrained(tmp_path / "qwen")
+    name = str(tmp_path / "qwen")
+
+    def logs(trainer):
+        trainer.train()
+        return [(entry["loss"], entry["aux_loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+    options = {"bf16": False, "max_steps": 2}
+    packed = logs(QLoRASFTTrainer(name, sft_config(tmp_path / "a", **options), train_dataset=token_rows(4)))
+    plain = logs(QLoRASFTTrainer(name, sft_config(tmp_path / "b", load_in_4bit=False, **options), train_dataset=token_rows(4)))
+    theirs = SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32),
+        SFTConfig(
+            str(tmp_path / "c"), use_cpu=True, per_device_train_batch_size=2, logging_steps=1, learning_rate=1e-3, report_to=[],
+            lr_scheduler_type="constant", save_strategy="no", shuffle_dataset=False, **options,
+        ),
+        train_dataset=token_rows(4),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]),
+    )
+    assert logs(theirs)[0] == pytest.approx(plain[0], rel=1e-5)
+    assert all(aux > 0 for _, aux in packed) and packed[0][1] == pytest.approx(plain[0][1], rel=0.1)

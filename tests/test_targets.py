@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
 from trl_fsdp_qlora.demo.models import tiny_gemma4_model
+from trl_fsdp_qlora.experts import expert_stacks
 from trl_fsdp_qlora.targets import as_regex, find_structure, resolve_lora_targets, resolve_peft_config
 
 # Shapes of the published checkpoints; tests/test_targets.py needs no weights of them.
@@ -33,6 +34,22 @@ SIZES = {
         num_kv_shared_layers=18,
         layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 7,
     ),
+    "26B-A4B": dict(
+        hidden_size=2816,
+        intermediate_size=2112,
+        num_hidden_layers=30,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
+        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 5,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
     "31B": dict(
         hidden_size=5376,
         intermediate_size=21504,
@@ -54,9 +71,9 @@ def on_meta(config, architecture):
         return architecture(config)
 
 
-@pytest.mark.parametrize(("size", "all_linear", "q_and_v"), [("E2B", 276, 50), ("E4B", 343, 66), ("31B", 410, 110)])
+@pytest.mark.parametrize(("size", "all_linear", "q_and_v"), [("E2B", 276, 50), ("E4B", 343, 66), ("31B", 410, 110), ("26B-A4B", 205, 55)])
 def test_counts_at_the_real_shapes(size, all_linear, q_and_v):
-    config = Gemma4Config(text_config=SIZES[size], vision_config={}, audio_config=None if size == "31B" else {})
+    config = Gemma4Config(text_config=SIZES[size], vision_config={}, audio_config=None if size in ("31B", "26B-A4B") else {})
     model = on_meta(config, Gemma4ForConditionalGeneration)
     names = [name for name, _ in model.named_modules()]
     for targets, count in (("all-linear", all_linear), (["q_proj", "v_proj"], q_and_v)):
@@ -66,6 +83,24 @@ def test_counts_at_the_real_shapes(size, all_linear, q_and_v):
         pattern = as_regex(chosen, names)
         assert isinstance(pattern, str)
         assert [name for name in names if re.fullmatch(pattern, name)] == chosen
+
+
+def test_counts_of_mixtures_of_experts():
+    """GLM-5's configuration class has the sizes of GLM-5 to 5.2 as its defaults; they differ in which indexers are shared."""
+    glm = on_meta(transformers.GlmMoeDsaConfig(), transformers.GlmMoeDsaForCausalLM)
+    structure = find_structure(glm)
+    assert len(structure.routers) == 75 and structure.indexers
+    chosen = resolve_lora_targets(glm, "all-linear")
+    # Five of each attention, three of each dense layer, three of the shared expert of every other layer.
+    assert len(chosen) == 78 * 5 + 3 * 3 + 75 * 3
+    assert not [name for name in chosen if "indexer" in name or ".gate" in name.replace("gate_proj", "")]
+    assert len(resolve_lora_targets(glm, ["q_a_proj"])) == 78
+    assert len(resolve_lora_targets(glm, ["wq_b"])) == len(structure.indexers)  # asked for by name
+    stacks = expert_stacks(glm)
+    assert len(stacks) == 75 and all(leaves == ["gate_up_proj", "down_proj"] for leaves in stacks.values())
+    gemma = on_meta(Gemma4Config(text_config=SIZES["26B-A4B"], vision_config={}, audio_config=None), Gemma4ForConditionalGeneration)
+    assert len(expert_stacks(gemma)) == len(find_structure(gemma).routers) == 30
+    assert not [name for name in resolve_lora_targets(gemma, "all-linear") if "router" in name]
 
 
 @pytest.fixture(scope="module")
