@@ -15,14 +15,8 @@ from trl import SFTConfig, SFTTrainer
 from tests.tiny import logged, sft_config, tiny_glm, token_rows
 from trl_fsdp_qlora import QLoRAGRPOConfig, QLoRAGRPOTrainer, QLoRASFTTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4, tiny_tokenizer
-from trl_fsdp_qlora.experts import (
-    PackedExperts,
-    dequantize_experts,
-    expert_stacks,
-    plain_experts,
-    quantize_stack,
-    warn_of_16_bit_experts,
-)
+from trl_fsdp_qlora.expert_loading import warn_of_16_bit_experts
+from trl_fsdp_qlora.experts import PackedExperts, dequantize_experts, expert_stacks, plain_experts, quantize_stack
 from trl_fsdp_qlora.export import merge
 from trl_fsdp_qlora.kernels.grouped_matmul import grouped_matmul, grouped_matmul_reference
 from trl_fsdp_qlora.loading import inspect_checkpoint, load_model, quantization_from

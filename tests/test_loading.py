@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Gemma4ForConditionalGeneration
 
+from trl_fsdp_qlora.attention import attention_for, check_attention
 from trl_fsdp_qlora.demo.models import tiny_gemma4, tiny_gemma4_model
-from trl_fsdp_qlora.loading import attention_for, check_attention, inspect_checkpoint, load_model, quantization_from
+from trl_fsdp_qlora.loading import inspect_checkpoint, load_model, quantization_from
 from trl_fsdp_qlora.packed import packed_weights
 from trl_fsdp_qlora.placement import list_parts, placement_table
 from trl_fsdp_qlora.streaming import ShardOf, loaded_in_shards

@@ -11,7 +11,8 @@ from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
 from trl_fsdp_qlora.demo.models import tiny_gemma4_model
 from trl_fsdp_qlora.experts import expert_stacks
-from trl_fsdp_qlora.targets import as_regex, find_structure, resolve_lora_targets, resolve_peft_config
+from trl_fsdp_qlora.structure import find_structure
+from trl_fsdp_qlora.targets import as_regex, resolve_lora_targets, resolve_peft_config
 
 # Shapes of the published checkpoints; tests/test_targets.py needs no weights of them.
 SIZES = {

@@ -15,10 +15,11 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoProcessor, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
-from trl.trainer.utils import get_config_model_id
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from . import sharding
+from .arguments import BNB_FIELDS, LOADING_FIELDS, LORA_FIELDS, as_dtype, one_of, one_quantization, qlora_arguments, resolved_adapter
+from .attention import check_attention
 from .checkpoint import CheckpointMixin
 from .checks import (
     check_adapter,
@@ -31,33 +32,21 @@ from .checks import (
 )
 from .config import (
     DTYPES,
-    QLoRAArguments,
     check_storage_fits,
     check_training_arguments,
     compute_dtype,
     storage_dtype,
 )
-from .expert_adapters import add_expert_targets, check_expert_targets, teach_peft
 from .kernels.fusing import apply_fused_layers
-from .loading import check_attention, inspect_checkpoint, keep_packed_bytes, load_model, quantization_from
+from .loading import inspect_checkpoint, keep_packed_bytes, load_model, quantization_from
 from .logging import get_logger
 from .placement import placement_table
 from .ranks import Ranks
 from .sharding_request import hidden_from_accelerate, read_sharding_request
 from .streaming import ShardOf
-from .targets import resolve_peft_config
 from .tiled_mlp import tile_mlps
 
 logger = get_logger(__name__)
-
-BNB_FIELDS = (
-    "bnb_4bit_quant_type",
-    "bnb_4bit_use_double_quant",
-    "bnb_4bit_compute_dtype",
-    "bnb_4bit_quant_storage",
-)
-LORA_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_exclude_modules", "lora_experts_r")
-LOADING_FIELDS = ("attn_implementation", "per_layer_embedding_device", "tower_device")
 
 
 @dataclass
@@ -98,10 +87,10 @@ class QLoRATrainerMixin(CheckpointMixin):
         kwargs = dict(args.model_init_kwargs or {})
         device = args.device
         check_device_map(kwargs.pop("device_map", None), device)
-        quantization_config = _one_quantization(qlora, quantization_config, kwargs.pop("quantization_config", None))
+        quantization_config = one_quantization(qlora, quantization_config, kwargs.pop("quantization_config", None))
         compute = compute_dtype(args)
-        dtype = _as_dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)), compute)
-        attention = _one_of("attn_implementation", qlora.attn_implementation, kwargs.pop("attn_implementation", None))
+        dtype = as_dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)), compute)
+        attention = one_of("attn_implementation", qlora.attn_implementation, kwargs.pop("attn_implementation", None))
         if quantization_config is None and qlora.load_in_4bit:
             quantization_config = quantization_from(
                 qlora.bnb_4bit_quant_type, qlora.bnb_4bit_use_double_quant, compute, storage_dtype(args, compute)
@@ -112,7 +101,7 @@ class QLoRATrainerMixin(CheckpointMixin):
         trust = kwargs.pop("trust_remote_code", getattr(args, "trust_remote_code", False))
         revision = kwargs.pop("revision", None)
         checkpoint = inspect_checkpoint(name, revision=revision, trust_remote_code=trust)
-        resolved = _resolved_adapter(checkpoint.skeleton, qlora, peft_config)
+        resolved = resolved_adapter(checkpoint.skeleton, qlora, peft_config)
         check_dtype(dtype, args)
         quantised = quantization_config is not None or getattr(checkpoint.config, "quantization_config", None) is not None
         self._check_peft(checkpoint.skeleton, resolved, args, qlora, quantised)
@@ -196,7 +185,7 @@ class QLoRATrainerMixin(CheckpointMixin):
             )
         if getattr(model, "hf_device_map", None):
             check_device_map(model.hf_device_map, args.device)
-        resolved = _resolved_adapter(model, qlora, peft_config)
+        resolved = resolved_adapter(model, qlora, peft_config)
         self._check_peft(model, resolved, args, qlora, getattr(model, "is_loaded_in_4bit", False))
         if getattr(model, "quantization_method", None) is None and not lives_on(model, args.device):
             model.to(args.device)
@@ -265,96 +254,8 @@ class QLoRATrainerMixin(CheckpointMixin):
         pass
 
 
-def qlora_arguments(args) -> QLoRAArguments:
-    """`args` where it carries our fields, else the defaults (a plain TRL config was given)."""
-    return args if isinstance(args, QLoRAArguments) else QLoRAArguments()
-
-
-def _resolved_adapter(model: torch.nn.Module, qlora: QLoRAArguments, peft_config: PeftConfig | None) -> PeftConfig:
-    """`peft_config`, or what the `lora_*` fields say, with exact targets."""
-    if peft_config is None:
-        peft_config = lora_config(qlora)
-        if qlora.lora_experts_r:
-            add_expert_targets(peft_config, model, qlora.lora_experts_r)
-    elif unused := qlora.changed_fields(*LORA_FIELDS):
-        logger.warning("`peft_config` is given and decides; no effect: %s.", ", ".join(unused))
-    check_expert_targets(peft_config, model)
-    teach_peft()
-    return resolve_peft_config(model, peft_config, language_model_only=qlora.language_model_only)
-
-
-def lora_config(qlora: QLoRAArguments) -> LoraConfig:
-    """The LoRA configuration that the `lora_*` fields describe."""
-    return LoraConfig(
-        r=qlora.lora_r,
-        lora_alpha=qlora.lora_alpha,
-        lora_dropout=qlora.lora_dropout,
-        target_modules=qlora.lora_target_modules,
-        exclude_modules=qlora.lora_exclude_modules or None,
-        task_type="CAUSAL_LM",
-    )
-
-
 def set_adapter_dtype(model: PeftModel, dtype: torch.dtype) -> None:
     """Hold trainable parameters in `dtype`. DoRA magnitudes follow: a unit of FSDP reduces in one dtype."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
-
-
-def load_processing_class(model: str | PreTrainedModel | PeftModel, args, *, wants_images: bool):
-    """The processor if rows hold images, else the tokenizer: text rows must not need vision libraries.
-
-    Raises:
-        ValueError: if the checkpoint has none.
-    """
-    name = model if isinstance(model, str) else get_config_model_id(model.config)
-    kwargs = args.model_init_kwargs or {}
-    options = {
-        "revision": kwargs.get("revision"),
-        "trust_remote_code": kwargs.get("trust_remote_code", getattr(args, "trust_remote_code", False)),
-    }
-    if isinstance(model, str):
-        # Says it better than the tokenizer's loader where there is no such checkpoint.
-        inspect_checkpoint(name, **options)
-    try:
-        return (AutoProcessor if wants_images else AutoTokenizer).from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"No {'processor' if wants_images else 'tokenizer'} in {name!r}: {str(error).splitlines()[0]} "
-            "Pass one as `processing_class`."
-        ) from error
-
-
-def _one_of(name: str, field, from_kwargs):
-    if field is not None and from_kwargs is not None and field != from_kwargs:
-        raise ValueError(
-            f"`{name}={field!r}` and `model_init_kwargs['{name}']={from_kwargs!r}` disagree: write one of them."
-        )
-    return field if field is not None else from_kwargs
-
-
-def _one_quantization(qlora: QLoRAArguments, argument, from_kwargs):
-    if argument is not None and from_kwargs is not None:
-        raise ValueError("`quantization_config` is given to the trainer and in `model_init_kwargs`: write one of them.")
-    given = argument if argument is not None else from_kwargs
-    given = BitsAndBytesConfig(**given) if isinstance(given, dict) else given
-    if given is None:
-        return None
-    changed = qlora.changed_fields(*BNB_FIELDS)
-    if changed:
-        raise ValueError(
-            f"`quantization_config` is given, and so are {', '.join(changed)}: write one of the two. "
-            "The fields are read only when there is no `quantization_config`."
-        )
-    return given
-
-
-def _as_dtype(dtype, default: torch.dtype) -> torch.dtype:
-    if dtype is None or dtype == "auto":
-        return default
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"`dtype={dtype!r}` is unknown: write one of {', '.join(map(repr, DTYPES))}.")
-    return DTYPES[dtype]

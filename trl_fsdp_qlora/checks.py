@@ -9,7 +9,7 @@ from torch import nn
 
 from .logging import get_logger
 from .sharding_request import ShardingRequest
-from .targets import find_structure
+from .structure import find_structure
 
 logger = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from peft.utils import transformers_weight_conversion
 from torch import nn
 
 from .experts import PackedExperts, expert_stacks
-from .targets import find_structure
+from .structure import find_structure
 
 
 def teach_peft() -> None:

@@ -17,21 +17,12 @@ import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import auto
-from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 from .kernels.grouped_matmul import grouped_matmul
-from .logging import get_logger
-from .targets import is_inside
-
-logger = get_logger(__name__)
 
 BLOCKSIZE = 64  # of `Linear4bit`
 # 16-bit bytes of the experts that are dequantised at once.
 GROUP_BYTES = 256 * 2**20
-# Stacks of experts below this are not worth a warning.
-WARN_BYTES = 2**20
 
 
 def expert_stacks(model: nn.Module) -> dict[str, list[str]]:
@@ -39,44 +30,12 @@ def expert_stacks(model: nn.Module) -> dict[str, list[str]]:
 
     They are known by what transformers' `use_experts_implementation` sets on every class whose forward it may replace.
     """
-    return {name: stacks for name, module in model.named_modules() if hasattr(module, "has_gate") and (stacks := _stacks_of(module))}
+    return {name: stacks for name, module in model.named_modules() if hasattr(module, "has_gate") and (stacks := stacks_of(module))}
 
 
-def _stacks_of(module: nn.Module) -> list[str]:
+def stacks_of(module: nn.Module) -> list[str]:
     packed = getattr(module, "stack_states", {})
     return [leaf for leaf, p in module._parameters.items() if p is not None and (leaf in packed or (p.ndim == 3 and p.is_floating_point()))]
-
-
-def packable_stacks(model: nn.Module, skipped: list[str]) -> set[str]:
-    """Names of the parameters that are stacks of experts and will be quantised; `skipped` are modules that will not."""
-    return {
-        f"{name}.{leaf}"
-        for name, leaves in expert_stacks(model).items()
-        if not any(is_inside(name, skip) for skip in skipped) and not _blocks_cross_experts(model.get_submodule(name))
-        for leaf in leaves
-    }
-
-
-def warn_of_16_bit_experts(skeleton: nn.Module, skipped: list[str]) -> None:
-    """Say how many bytes of experts stay in 16 bit, and why, before a model is called a 4-bit one."""
-    packable = expert_stacks(skeleton)
-    for name, module in skeleton.named_modules():
-        stacks = [] if isinstance(module, nn.modules.conv._ConvNd) else _stacks_of(module)
-        size = 2 * sum(module._parameters[leaf].numel() for leaf in stacks)
-        if name not in packable:
-            why = f"{type(module).__name__} does not take transformers' experts interface"
-        elif any(is_inside(name, skip) for skip in skipped):
-            why = "they are in `llm_int8_skip_modules`"
-        elif _blocks_cross_experts(module):
-            why = f"an expert's size is no multiple of {BLOCKSIZE}"
-        else:
-            continue
-        if size >= WARN_BYTES:
-            logger.warning("%s keeps %.1f MiB of experts (%s) in 16 bit: %s.", name, size / 2**20, ", ".join(stacks), why)
-
-
-def _blocks_cross_experts(module: nn.Module) -> bool:
-    return any(module._parameters[leaf][0].numel() % BLOCKSIZE for leaf in _stacks_of(module))
 
 
 def quantize_stack(stack: torch.Tensor, *, quant_type: str, double_quant: bool, storage: torch.dtype) -> tuple[torch.Tensor, QuantState]:
@@ -250,7 +209,7 @@ def pack_class(module: nn.Module) -> None:
     if isinstance(module, PackedExperts):
         return
     cls = type(module)
-    stacks = {leaf: property(lambda self, leaf=leaf: self.unpacked(leaf)) for leaf in _stacks_of(module)}
+    stacks = {leaf: property(lambda self, leaf=leaf: self.unpacked(leaf)) for leaf in stacks_of(module)}
     module.__class__ = type(cls.__name__, (PackedExperts, cls), {**stacks, "__module__": cls.__module__})
     module.stack_states, module.low_rank_factors = {}, {}
     module._is_hf_initialized = True
@@ -263,53 +222,3 @@ def plain_experts(module: nn.Module) -> nn.Module:
     if isinstance(module, PackedExperts):
         plain.__class__ = type(module).__bases__[1]
     return plain
-
-
-class ExpertsBnb4BitHfQuantizer(Bnb4BitHfQuantizer):
-    """transformers' quantiser, which also quantises stacks of experts as they are read."""
-
-    stacks: set[str] = set()
-
-    def _process_model_before_weight_loading(self, model, device_map, **kwargs):
-        super()._process_model_before_weight_loading(model, device_map, **kwargs)
-        self.stacks = packable_stacks(model, self.modules_to_not_convert)
-
-    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
-        return param_name in self.stacks or super().param_needs_quantization(model, param_name, **kwargs)
-
-    def get_quantize_ops(self):
-        return _QuantizeStacks(self, super().get_quantize_ops())
-
-
-class _QuantizeStacks(ConversionOps):
-    def __init__(self, quantizer: ExpertsBnb4BitHfQuantizer, others: ConversionOps):
-        self.quantizer, self.others = quantizer, others
-
-    def convert(self, input_dict, model=None, **kwargs):
-        stacks = {name: value for name, value in input_dict.items() if name in self.quantizer.stacks}
-        if not stacks:
-            return self.others.convert(input_dict, model=model, **kwargs)
-        config, result = self.quantizer.quantization_config, {}
-        for name, value in stacks.items():
-            owner, _, leaf = name.rpartition(".")
-            module = model.get_submodule(owner)
-            pack_class(module)
-            packed, module.stack_states[leaf] = quantize_stack(
-                value[0] if isinstance(value, list) else value,
-                quant_type=config.bnb_4bit_quant_type,
-                double_quant=config.bnb_4bit_use_double_quant,
-                storage=config.bnb_4bit_quant_storage,
-            )
-            result[name] = nn.Parameter(packed, requires_grad=False)
-        return result
-
-
-@contextmanager
-def quantising_experts() -> Iterator[None]:
-    """While a checkpoint loads, let transformers' 4-bit quantiser quantise stacks of experts too."""
-    stock = auto.AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
-    auto.AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = ExpertsBnb4BitHfQuantizer
-    try:
-        yield
-    finally:
-        auto.AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = stock

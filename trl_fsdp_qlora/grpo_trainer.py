@@ -9,12 +9,13 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from . import sharding
-from .base_trainer import QLoRATrainerMixin, load_processing_class
+from .base_trainer import QLoRATrainerMixin
 from .data_checks import check_prompts, has_images
 from .grpo_checks import check_arguments, check_reference, check_rollout_func
 from .grpo_config import QLoRAGRPOConfig
 from .grpo_report import draw_curves, peak_memory
 from .lora_checks import check_servable, engine_rank, largest_rank
+from .processing import load_processing_class
 from .provenance import describe_quantization
 from .rollout import RolloutSettings, adapter_rollouts, report_base_difference
 from .sampled_logprobs import generating

@@ -7,7 +7,7 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 
-from .targets import find_structure
+from .structure import find_structure
 
 # What vLLM builds its buffers for (`MaxLoRARanks` in vllm/config/lora.py).
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -19,7 +19,8 @@ from transformers.pytorch_utils import Conv1D
 
 from .adapter_files import INSTEAD, Adapter
 from .drift import Drift, measure_drift
-from .experts import dequantize_experts, packable_stacks, quantize_stack
+from .expert_loading import packable_stacks
+from .experts import dequantize_experts, quantize_stack
 from .loading import _with_skipped_modules, inspect_checkpoint, load_model
 from .provenance import has_tokenizer
 from .raw_tensors import Entry, merge_file, read_head, read_tensor, weight_files

@@ -15,7 +15,7 @@ from torch import nn
 from .experts import expert_stacks
 from .logging import get_logger
 from .packed import packed_weights
-from .targets import ModelStructure, find_structure, is_inside
+from .structure import ModelStructure, find_structure, is_inside
 
 logger = get_logger(__name__)
 

@@ -7,10 +7,11 @@ from trl import SFTConfig, SFTTrainer
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import get_config_model_id
 
-from .base_trainer import QLoRATrainerMixin, load_processing_class
+from .base_trainer import QLoRATrainerMixin
 from .chat_masks import add_assistant_masks, needs_rendered_masks
 from .config import QLoRASFTConfig
 from .data_checks import check_chat_template, check_chat_template_path, check_present, check_rows, has_images
+from .processing import load_processing_class
 from .token_checks import check_token_rows
 
 

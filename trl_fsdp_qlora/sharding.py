@@ -26,7 +26,7 @@ from .logging import get_logger
 from .packed import PackedWeight, packed_weights
 from .placement import host_parameters
 from .sharding_request import ShardingRequest, check_mixed_precision
-from .targets import find_structure, is_inside
+from .structure import find_structure, is_inside
 
 logger = get_logger(__name__)
 

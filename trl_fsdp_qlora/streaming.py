@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from .packed import packed_leaves
-from .targets import ModelStructure, is_inside
+from .structure import ModelStructure, is_inside
 
 # Smaller tensors (norms, biases) are loaded whole and sharded later: nothing is saved by treating them one by one.
 MIN_BYTES = 2**20

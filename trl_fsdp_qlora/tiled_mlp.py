@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .targets import find_structure
+from .structure import find_structure
 
 
 def tile_mlps(base: nn.Module, tile_size: int) -> int:
