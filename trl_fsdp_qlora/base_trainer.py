@@ -124,10 +124,10 @@ class QLoRATrainerMixin(CheckpointMixin):
         fsdp = self.sharding_request.fsdp and args.world_size > 1
         only = qlora.language_model_only
         check_adapter(model, peft_config, quantised=quantised, fsdp=fsdp, language_model_only=only)
-        self._check_adapter(model, peft_config)
+        self._check_before_loading(model, peft_config)
 
-    def _check_adapter(self, model: torch.nn.Module, peft_config: PeftConfig) -> None:
-        """A trainer's own demands on the adapter, before a weight is read; `model` may be on the meta device."""
+    def _check_before_loading(self, model: torch.nn.Module, peft_config: PeftConfig) -> None:
+        """A trainer's own demands on model and adapter, before a weight is read; `model` may be on the meta device."""
 
     def _shard_while_loading(self, args, peft_config: PeftConfig) -> ShardOf | None:
         """This rank's shard, unless something still has to see whole weights before they are laid over the ranks."""
@@ -176,7 +176,7 @@ class QLoRATrainerMixin(CheckpointMixin):
         check_attention(base, base.config.get_text_config()._attn_implementation)
         keep_packed_bytes(base)
         if is_peft:
-            self._check_adapter(model, model.peft_config[model.active_adapter])
+            self._check_before_loading(model, model.peft_config[model.active_adapter])
             return Made(model, None)
         if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise ValueError(

@@ -99,7 +99,7 @@ class QLoRAGRPOTrainer(QLoRATrainerMixin, GRPOTrainer):
         if args.use_vllm:
             report_base_difference(self.vllm_generation, _base_in_words(self.model), args.vllm_importance_sampling_correction)
 
-    def _check_adapter(self, model, peft_config: PeftConfig) -> None:
+    def _check_before_loading(self, model, peft_config: PeftConfig) -> None:
         if self._adapter_is_served:
             if isinstance(model, (PreTrainedModel, PeftModel)) and not _on_meta(model) and not model.name_or_path:
                 raise ValueError(

@@ -105,8 +105,8 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
         self.model_accepts_loss_kwargs = True
         self.finish(made)
 
-    def _check_adapter(self, model, peft_config):
-        """Nothing is asked of the adapter. The model's vocabulary is known here, and no weight is read yet."""
+    def _check_before_loading(self, model, peft_config):
+        """Tokens that the model does not know; TRL's data preparation would not notice."""
         vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
         for name, dataset in self._tokens_to_check.items():
             if "input_ids" in get_dataset_column_names(dataset):
