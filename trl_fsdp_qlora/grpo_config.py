@@ -19,6 +19,7 @@ SET_ELSEWHERE = {
     "enable_lora": None,
     "max_lora_rank": None,
     "max_loras": None,
+    "lora_target_modules": None,
     "model": None,
     "distributed_executor_backend": None,
     "logprobs_mode": None,

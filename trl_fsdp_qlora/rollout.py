@@ -79,7 +79,7 @@ class AdapterRollout(VLLMGeneration):
             self._start_engine()
 
     def _start_engine(self) -> None:
-        from .rollout_engine import ColocatedEngine, engine_with, text_only_arguments
+        from .rollout_engine import ColocatedEngine, adapted_leaves_arguments, engine_with, text_only_arguments
 
         settings = self.settings
         dtype = self.model.dtype
@@ -91,6 +91,7 @@ class AdapterRollout(VLLMGeneration):
             "max_loras": 1,
             "revision": settings.revision,
             "tokenizer_revision": settings.revision,
+            **adapted_leaves_arguments(self.model),
             **(text_only_arguments() if settings.text_only else {}),
             **settings.engine_kwargs,
         }

@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from peft.tuners.lora import LoraLayer
+from torch import nn
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -70,6 +72,13 @@ def check_bitsandbytes() -> None:
 def text_only_arguments() -> dict:
     """What keeps towers out of an engine that gets no images or sound."""
     return {"language_model_only": True} if "language_model_only" in inspect.signature(EngineArgs).parameters else {}
+
+
+def adapted_leaves_arguments(model: nn.Module) -> dict:
+    """What keeps an engine from making room for adapters on layers that have none here, experts among them: memory, and
+    kernels at every call."""
+    leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    return {"lora_target_modules": sorted(leaves)} if "lora_target_modules" in inspect.signature(EngineArgs).parameters else {}
 
 
 class ColocatedEngine:
