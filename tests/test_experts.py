@@ -166,12 +166,13 @@ def test_the_gradient_of_the_input_is_that_of_plain_experts(glm):
 
 
 def test_experts_that_stay_in_16_bit_are_said(glm, caplog):
-    skeleton = inspect_checkpoint(glm).skeleton
+    checkpoint = inspect_checkpoint(glm)
+    skeleton = checkpoint.skeleton
     foreign = nn.Module()
     foreign.register_parameter("w1", nn.Parameter(torch.empty(8, 512, 512, dtype=torch.bfloat16, device="meta")))
     skeleton.model.layers[1].mlp.foreign = foreign
     with caplog.at_level(logging.WARNING):
-        warn_of_16_bit_experts(skeleton, [])
+        warn_of_16_bit_experts(skeleton, checkpoint.structure, [])
     assert "model.layers.1.mlp.foreign keeps 4.0 MiB of experts (w1) in 16 bit: Module does not take" in caplog.text
     assert len(caplog.records) == 1
 

@@ -10,7 +10,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 from .experts import BLOCKSIZE, expert_stacks, pack_class, quantize_stack, stacks_of
 from .logging import get_logger
-from .structure import is_inside
+from .structure import ModelStructure, is_inside
 
 logger = get_logger(__name__)
 
@@ -28,11 +28,12 @@ def packable_stacks(model: nn.Module, skipped: list[str]) -> set[str]:
     }
 
 
-def warn_of_16_bit_experts(skeleton: nn.Module, skipped: list[str]) -> None:
+def warn_of_16_bit_experts(skeleton: nn.Module, structure: ModelStructure, skipped: list[str]) -> None:
     """Say how many bytes of experts stay in 16 bit, and why, before a model is called a 4-bit one."""
     packable = expert_stacks(skeleton)
     for name, module in skeleton.named_modules():
-        stacks = [] if isinstance(module, nn.modules.conv._ConvNd) else stacks_of(module)
+        may_hold_experts = is_inside(name, structure.layers) and not isinstance(module, nn.modules.conv._ConvNd)
+        stacks = stacks_of(module) if may_hold_experts else []
         size = 2 * sum(module._parameters[leaf].numel() for leaf in stacks)
         if name not in packable:
             why = f"{type(module).__name__} does not take transformers' experts interface"

@@ -128,7 +128,7 @@ def load_model(
         quantization_config = _with_skipped_modules(quantization_config, structure)
         # Lets host parts into the device map beside an accelerator.
         quantization_config.llm_int8_enable_fp32_cpu_offload = device.type != "cpu"
-        warn_of_16_bit_experts(checkpoint.skeleton, quantization_config.llm_int8_skip_modules)
+        warn_of_16_bit_experts(checkpoint.skeleton, structure, quantization_config.llm_int8_skip_modules)
     teach_peft()
     place = str(device) if device.index is None else f"{device.type}:{device.index}"
     device_map = {"": place, **dict.fromkeys(host_modules, "cpu")}

@@ -102,3 +102,34 @@ def test_loss_falls_at_the_real_shape(tmp_path):
     print("RESULT", json.dumps({"test": "loss_falls_at_the_real_shape", "steps": steps}))
     assert all(torch.isfinite(torch.tensor(norm)) for _, norm in steps)
     assert all(later < earlier for earlier, later in zip(losses, losses[1:], strict=False)), losses
+
+
+def test_saved_adapter_at_the_real_shape(tmp_path):
+    """Saved by the trainer, loaded by PEFT over the same base: the same logits, one for each of 262,144 tokens."""
+    folder = os.environ.get("E2B_CHECKPOINT")
+    if not folder:
+        pytest.skip("E2B_CHECKPOINT is not set")
+    check_saved_adapter(folder, tmp_path, use_cpu=False)
+
+
+def check_saved_adapter(folder, tmp_path, **fields):
+    from peft import PeftModel
+
+    from trl_fsdp_qlora.loading import load_model, quantization_from
+
+    config = sft_config(tmp_path / "run", max_steps=1, per_device_train_batch_size=1, lora_r=8, **fields)
+    trainer = QLoRASFTTrainer(folder, config, train_dataset=token_rows(1, (64,)))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    ids = torch.tensor([[2, 40, 41, 42]], device=trainer.args.device)
+    # As in training: adapters are fp32, and computed in bf16 beside the layers.
+    with torch.no_grad(), torch.autocast(ids.device.type, dtype=torch.bfloat16):
+        mine = trainer.model.eval()(input_ids=ids).logits
+        del trainer
+        nf4 = quantization_from("nf4", True, torch.bfloat16, torch.bfloat16)
+        base = load_model(folder, quantization_config=nf4, device=ids.device)
+        theirs = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(input_ids=ids).logits
+    size = (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size
+    print("RESULT", json.dumps({"test": "saved_adapter_at_the_real_shape", "shape": list(mine.shape), "bytes": size}))
+    assert mine.shape == (1, 4, 262144) and mine.isfinite().all()
+    assert torch.equal(mine, theirs)
