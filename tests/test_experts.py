@@ -2,12 +2,14 @@
 
 import json
 import logging
+import warnings
 
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma4ForConditionalGeneration, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import SFTConfig, SFTTrainer
@@ -203,6 +205,14 @@ def test_adapters_on_experts_are_pefts(checkpoint):
         torch.testing.assert_close(grad, grads[1][name], rtol=1e-3, atol=1e-5)
     with pytest.raises(ValueError, match="cannot be merged into experts in 4 bit"):
         models[0].merge_adapter()
+
+
+def test_patterns_of_ranks_are_honoured_and_nobody_says_otherwise(gemma, tmp_path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The following")
+        trainer = QLoRASFTTrainer(gemma, sft_config(tmp_path, bf16=False, lora_experts_r=2), train_dataset=token_rows(2))
+    ranks = {(w.parameter_name, w.r["default"], w.scaling["default"]) for w in trainer.model.modules() if isinstance(w, ParamWrapper)}
+    assert ranks == {("gate_up_proj", 2, 2.0), ("down_proj", 2, 2.0)}
 
 
 def run(checkpoint, folder, rows=None, **fields):

@@ -37,6 +37,7 @@ from .config import (
     compute_dtype,
     storage_dtype,
 )
+from .expert_adapters import patterns_of_parameters
 from .kernels.fusing import apply_fused_layers
 from .loading import inspect_checkpoint, keep_packed_bytes, load_model, quantization_from
 from .logging import get_logger
@@ -205,7 +206,7 @@ class QLoRATrainerMixin(CheckpointMixin):
         for flag in flags:
             setattr(base, flag, False)
         try:
-            with hidden_from_accelerate(args):
+            with hidden_from_accelerate(args), patterns_of_parameters(made.peft_config):
                 yield
         finally:
             args.model_init_kwargs = init_kwargs

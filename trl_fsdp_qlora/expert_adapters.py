@@ -5,9 +5,11 @@ PEFT adapts a stack of experts by replacing the parameter with itself plus the p
 """
 
 import re
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from peft import LoraConfig
+from peft import LoraConfig, PeftConfig
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import transformers_weight_conversion
 from torch import nn
@@ -66,6 +68,19 @@ def _names_modules(config: LoraConfig, model: nn.Module) -> bool:
     inside = [f"{experts}.{leaf}" for experts in expert_stacks(model) for leaf in ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")]
     matches = re.compile(config.target_modules).fullmatch
     return any(map(matches, names)) and not any(map(matches, inside))
+
+
+@contextmanager
+def patterns_of_parameters(config: PeftConfig | None) -> Iterator[None]:
+    """PEFT honours patterns of ranks and alphas for `target_parameters`, and warns that it ignores them: it looks for modules alone."""
+    parameters = getattr(config, "target_parameters", None) or []
+    with warnings.catch_warnings():
+        for patterns in (getattr(config, "rank_pattern", None), getattr(config, "alpha_pattern", None)):
+            keys = sorted(set(patterns or {}) & set(parameters))
+            if keys:
+                said = "The following (rank|alpha)_pattern keys did not match any targeted module and were ignored: "
+                warnings.filterwarnings("ignore", said + re.escape(str(keys)), RuntimeWarning)
+        yield
 
 
 def add_expert_targets(config: LoraConfig, model: nn.Module, rank: int) -> None:

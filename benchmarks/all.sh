@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Every measurement on one GPU, in parts; results go to benchmarks/results, and the tables of docs/benchmarks.md are made from them.
+#   benchmarks/all.sh tests kernels memory_e2b speed_e2b longest_e2b memory_31b experts grpo ...   (the names of the parts are the functions below)
+#   MODELS=DIR    where checkpoints are made (random weights at the real shapes; 31b takes 58 GB, 26b_a4b 51 GB)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+models=${MODELS:-/tmp/models}
+results=benchmarks/results
+
+make() { [ -f "$models/$1/config.json" ] || python3 benchmarks/make_model.py "$1" "$models/$1" --smooth; }
+# What tests print as RESULT is kept.
+gpu_tests() {  # NAME PYTEST-ARGUMENTS...
+    python3 -m pytest -s "${@:2}" | tee /tmp/gpu_tests.txt
+    sed -n 's/^.*RESULT //p' /tmp/gpu_tests.txt | python3 -c 'import json, sys; json.dump([json.loads(line) for line in sys.stdin], open(sys.argv[1], "w"), indent=1)' "$results/gpu_tests_$1.json"
+}
+
+tests() { make e2b; E2B_CHECKPOINT=$models/e2b gpu_tests sft tests/gpu/test_sft_gpu.py; }
+kernels() { gpu_tests kernels tests/gpu/test_kernels_gpu.py; }
+agreement() { make e2b; python3 benchmarks/speed.py "$models/e2b" --name e2b --contenders ours_plain ours --steps 50 --out $results/speed_e2b.json; }
+for size in e2b e4b 31b 26b_a4b; do
+    eval "memory_$size() { make $size; python3 benchmarks/memory.py $models/$size --name $size --out $results/memory_$size.json; }"
+    eval "speed_$size() { make $size; python3 benchmarks/speed.py $models/$size --name $size --out $results/speed_$size.json; }"
+    eval "longest_$size() { make $size; python3 benchmarks/longest_sequence.py $models/$size --name $size --seconds 400 --out $results/longest_$size.json; }"
+done
+offloaded_31b() { make 31b; python3 benchmarks/memory.py "$models/31b" --name 31b --contenders ours --extra activation_offloading=true --out $results/memory_31b.json; }
+experts() { make 26b_a4b; A4B_CHECKPOINT=$models/26b_a4b gpu_tests experts tests/gpu/test_experts_gpu.py; }
+rollouts() { gpu_tests grpo tests/gpu/test_grpo_gpu.py; }
+grpo() { python3 benchmarks/grpo_smollm2.py --out $results/grpo_smollm2.json; }
+
+[ $# -gt 0 ] || { sed -n '2,4s/^# //p' "$0"; exit 1; }
+for part in "$@"; do
+    declare -F "$part" >/dev/null || { echo "all.sh: no part '$part'" >&2; exit 1; }
+    "$part"
+done
+python3 benchmarks/table.py
