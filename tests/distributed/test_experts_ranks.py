@@ -68,6 +68,9 @@ def test_two_ranks_train_as_one_and_resume_each_other(checkpoint, tmp_path):
             assert len(rank["steps"]) == STEPS
             assert_same(rank["steps"], one["steps"])
         assert sum(rank["bytes"] for rank in two) == one["bytes"] and abs(two[0]["bytes"] - two[1]["bytes"]) <= 4 * two[0]["stacks"]
+    for rank in run_ranks(2, train, checkpoint, str(tmp_path / "replicas")):
+        assert not rank["sharded"] and rank["whole"] == one["whole"]
+        assert_same(rank["steps"], one["steps"])
     (again,) = run_ranks(1, train, checkpoint, str(tmp_path / "again"), resume=str(tmp_path / "two-True" / f"checkpoint-{STEPS // 2}"))
     assert_same(again["steps"][-STEPS // 2 :], one["steps"][-STEPS // 2 :])
 
