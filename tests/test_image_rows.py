@@ -11,12 +11,8 @@ from tests.tiny import logged, sft_config
 from trl_fsdp_qlora import QLoRASFTTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4
 
-# transformers 5.17 has it on top of torchvision only, of which no build goes with a torch that is for the CPU alone.
-pil = pytest.importorskip(
-    "transformers.models.gemma4.image_processing_pil_gemma4",
-    reason="needs Gemma 4's image processor without torchvision",
-    exc_type=ImportError,
-)
+# transformers 5.17 imports torchvision there, of which no build goes with a torch that is for the CPU alone.
+pytest.importorskip("transformers.models.gemma4.processing_gemma4", reason="needs torchvision", exc_type=ImportError)
 
 SOFT_TOKENS = 70
 TOKENS = {
@@ -37,6 +33,7 @@ def checkpoint(model_cache):
 @pytest.fixture(scope="module")
 def processor(checkpoint):
     from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
     from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
     from transformers.video_processing_utils import BaseVideoProcessor
 
@@ -54,7 +51,7 @@ def processor(checkpoint):
     patch_size = AutoConfig.from_pretrained(checkpoint).vision_config.patch_size
     return WithoutVideos(
         feature_extractor=Gemma4AudioFeatureExtractor(),
-        image_processor=pil.Gemma4ImageProcessorPil(patch_size=patch_size, max_soft_tokens=SOFT_TOKENS),
+        image_processor=Gemma4ImageProcessorPil(patch_size=patch_size, max_soft_tokens=SOFT_TOKENS),
         tokenizer=tokenizer,
         video_processor=NoVideos(),
         chat_template=tokenizer.chat_template,
