@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma4ForConditionalGeneration, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from tests.tiny import logged, sft_config, tiny_glm, token_rows
-from trl_fsdp_qlora import QLoRAGRPOConfig, QLoRAGRPOTrainer, QLoRASFTTrainer
+from tests.tiny import grpo_config, logged, sft_config, tiny_glm, token_rows
+from trl_fsdp_qlora import QLoRAGRPOTrainer, QLoRASFTTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4, tiny_tokenizer
 from trl_fsdp_qlora.expert_loading import warn_of_16_bit_experts
 from trl_fsdp_qlora.experts import PackedExperts, dequantize_experts, expert_stacks, plain_experts, quantize_stack
@@ -312,10 +312,7 @@ def test_grpo_with_a_rollout(checkpoint, tmp_path):
     def reward(completions, **kwargs):
         return [float(len(set(text)) % 5) for text in completions]
 
-    config = QLoRAGRPOConfig(
-        str(tmp_path), use_cpu=True, bf16=False, max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=8,
-        learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, lora_experts_r=4,
-    )  # fmt: skip
+    config = grpo_config(tmp_path, bf16=False, max_steps=2, learning_rate=1e-2, max_completion_length=8, lora_experts_r=4)
     trainer = QLoRAGRPOTrainer(checkpoint, reward, config, train_dataset=Dataset.from_dict({"prompt": ["hello world", "what is one"]}))
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
@@ -352,7 +349,7 @@ def test_parameters_that_do_not_exist(gemma, tmp_path):
 
 
 def test_an_engine_cannot_serve_adapters_on_experts(gemma, tmp_path):
-    config = QLoRAGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, vllm_mode="server", lora_experts_r=4, report_to=[])
+    config = grpo_config(tmp_path, bf16=False, use_vllm=True, vllm_mode="server", lora_experts_r=4)
     rows = Dataset.from_dict({"prompt": ["a"]})
     with pytest.raises(ValueError, match="target_parameters.*another layout"):
         QLoRAGRPOTrainer(gemma, lambda completions, **_: [0.0] * len(completions), config, train_dataset=rows)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, TrainingArguments
 from trl import GRPOConfig
 
 from tests.distributed.launch import run_ranks
-from tests.tiny import VOCABULARY
+from tests.tiny import VOCABULARY, grpo_config, token_reward
 from trl_fsdp_qlora import QLoRAGRPOConfig, QLoRAGRPOTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4
 from trl_fsdp_qlora.loading import load_model, quantization_from
@@ -35,29 +35,6 @@ def checkpoint(model_cache):
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-
-
-def grpo_config(output_dir, **fields):
-    defaults = dict(
-        use_cpu=True,
-        max_steps=3,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=6,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        shuffle_dataset=False,
-        dataloader_pin_memory=False,
-    )
-    return QLoRAGRPOConfig(str(output_dir), **{**defaults, **fields})
-
-
-def token_reward(completion_ids, **kwargs):
-    return [sum(i % 7 for i in ids) / 7 - len(ids) / 2 for ids in completion_ids]
 
 
 def trainer_for(model, tmp_path, reward=token_reward, rows=ROWS, trainer_args=None, **fields):

@@ -13,24 +13,38 @@ def token_rows(count: int, lengths=(24,), seed: int = 0) -> Dataset:
     return Dataset.from_dict({"input_ids": rows})
 
 
+QUIET = dict(
+    use_cpu=True,
+    max_steps=3,
+    logging_steps=1,
+    learning_rate=1e-3,
+    lr_scheduler_type="constant",
+    report_to=[],
+    disable_tqdm=True,
+    save_strategy="no",
+    shuffle_dataset=False,
+    dataloader_pin_memory=False,
+)
+
+
 def sft_config(output_dir, **fields):
     """A quiet configuration of `QLoRASFTTrainer` for tiny models on the CPU, every step logged."""
     from trl_fsdp_qlora import QLoRASFTConfig
 
-    defaults = dict(
-        use_cpu=True,
-        max_steps=3,
-        per_device_train_batch_size=2,
-        logging_steps=1,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        shuffle_dataset=False,
-        dataloader_pin_memory=False,
-    )
-    return QLoRASFTConfig(str(output_dir), **{**defaults, **fields})
+    return QLoRASFTConfig(str(output_dir), **{**QUIET, "per_device_train_batch_size": 2, **fields})
+
+
+def grpo_config(output_dir, **fields):
+    """The same of `QLoRAGRPOTrainer`: two prompts, four completions of each."""
+    from trl_fsdp_qlora import QLoRAGRPOConfig
+
+    defaults = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6}
+    return QLoRAGRPOConfig(str(output_dir), **{**QUIET, **defaults, **fields})
+
+
+def token_reward(completion_ids, **kwargs):
+    """Something that differs between completions and needs no text."""
+    return [sum(i % 7 for i in ids) / 7 - len(ids) / 2 for ids in completion_ids]
 
 
 def logged(trainer) -> list[tuple[float, float]]:

@@ -1,11 +1,10 @@
 """What a person looks at after a GRPO run: a picture of the curves."""
 
-import math
-import os
 import resource
 
 import torch
 
+from .curves import plot_points, points_of, save_picture
 from .logging import get_logger
 
 logger = get_logger(__name__)
@@ -25,7 +24,7 @@ LOGARITHMIC = {"log-probability gap"}
 
 def draw_curves(log_history: list[dict], path: str, title: str = "") -> str | None:
     """Draw what was logged of `PANELS` over steps into a PNG file. `None` if nothing was, or matplotlib is missing."""
-    points = {key: _points(log_history, key) for curves in PANELS.values() for key, _ in curves}
+    points = {key: points_of(log_history, key) for curves in PANELS.values() for key, _ in curves}
     panels = {name: curves for name, curves in PANELS.items() if any(points[key] for key, _ in curves)}
     if not panels:
         return None
@@ -45,7 +44,7 @@ def draw_curves(log_history: list[dict], path: str, title: str = "") -> str | No
     for axis, (name, curves) in zip(axes.flat, panels.items(), strict=False):
         for key, label in curves:
             if points[key]:
-                axis.plot(*zip(*points[key], strict=True), label=label, marker="o" if len(points[key]) < 30 else None, markersize=4)
+                plot_points(axis, points[key], label)
         if name in LOGARITHMIC and all(value > 0 for key, _ in curves for _, value in points[key]):
             axis.set_yscale("log")
         else:
@@ -56,17 +55,9 @@ def draw_curves(log_history: list[dict], path: str, title: str = "") -> str | No
         if len(curves) > 1:
             axis.legend()
     figure.suptitle(title)
-    figure.tight_layout()
-    temporary = f"{path}.tmp"
-    figure.savefig(temporary, dpi=110, format="png")
+    save_picture(figure, path)
     plt.close(figure)
-    os.replace(temporary, path)
     return path
-
-
-def _points(log_history: list[dict], key: str) -> list[tuple[int, float]]:
-    points = [(entry["step"], float(entry[key])) for entry in log_history if entry.get(key) is not None]
-    return [(step, value) for step, value in points if math.isfinite(value)]
 
 
 def peak_memory(device: torch.device) -> float:

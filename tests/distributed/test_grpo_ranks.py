@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import RankError, run_ranks
+from tests.tiny import grpo_config, token_reward
 from tests.vllm.support import ENGINE, environment
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -25,33 +26,13 @@ def checkpoint(model_cache):
 def grpo_trainer(checkpoint, output_dir, *, global_batch=8, reward=None, model=None, trainer_args=None, **fields):
     from datasets import Dataset
 
-    from trl_fsdp_qlora import QLoRAGRPOConfig, QLoRAGRPOTrainer
+    from trl_fsdp_qlora import QLoRAGRPOTrainer
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    defaults = dict(
-        use_cpu=True,
-        bf16=False,
-        max_steps=5,
-        per_device_train_batch_size=global_batch // ranks,
-        num_generations=4,
-        max_completion_length=8,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        shuffle_dataset=False,
-        dataloader_pin_memory=False,
-    )
-    args = QLoRAGRPOConfig(output_dir, **{**defaults, **fields})
+    fields = {"bf16": False, "max_steps": 5, "max_completion_length": 8, **fields}
+    args = grpo_config(output_dir, per_device_train_batch_size=global_batch // ranks, **fields)
     rows = Dataset.from_dict({"prompt": PROMPTS * 6})
     return QLoRAGRPOTrainer(model or checkpoint, reward or token_reward, args, train_dataset=rows, **(trainer_args or {}))
-
-
-def token_reward(completion_ids, **kwargs):
-    """Something that differs between completions and needs no text."""
-    return [sum(i % 7 for i in ids) / 7 - len(ids) / 2 for ids in completion_ids]
 
 
 def given_completions(prompts, trainer):

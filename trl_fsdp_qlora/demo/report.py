@@ -1,9 +1,8 @@
 """What a person looks at after a run: curves as a picture, answers beside the right ones."""
 
-import math
-import os
-
 import torch
+
+from ..curves import plot_points, points_of, save_picture
 
 
 def plot_curves(log_history: list[dict], path: str, title: str = "") -> str:
@@ -26,16 +25,15 @@ def plot_curves(log_history: list[dict], path: str, title: str = "") -> str:
         ("gradient norm", [("grad_norm", None)]),
         ("learning rate", [("learning_rate", None)]),
     ]
-    panels = [(name, curves) for name, curves in panels if any(_points(log_history, key) for key, _ in curves)]
+    panels = [(name, curves) for name, curves in panels if any(points_of(log_history, key) for key, _ in curves)]
     if not panels:
         raise ValueError("Nothing was logged, so there are no curves to draw. Set `logging_steps`.")
     figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), squeeze=False)
     for axis, (name, curves) in zip(axes[0], panels, strict=True):
         for key, label in curves:
-            points = _points(log_history, key)
+            points = points_of(log_history, key)
             if points:
-                few = key == "eval_loss" or len(points) < 30
-                axis.plot(*zip(*points, strict=True), label=label, marker="o" if few else None, markersize=4)
+                plot_points(axis, points, label, dots=key == "eval_loss")
         axis.set_xlabel("step")
         axis.set_title(name)
         axis.grid(alpha=0.3)
@@ -44,17 +42,9 @@ def plot_curves(log_history: list[dict], path: str, title: str = "") -> str:
         if any(label for _, label in curves):
             axis.legend()
     figure.suptitle(title)
-    figure.tight_layout()
-    temporary = f"{path}.tmp"
-    figure.savefig(temporary, dpi=110, format="png")
+    save_picture(figure, path)
     plt.close(figure)
-    os.replace(temporary, path)
     return path
-
-
-def _points(log_history: list[dict], key: str) -> list[tuple[int, float]]:
-    points = [(entry["step"], float(entry[key])) for entry in log_history if key in entry]
-    return [(step, value) for step, value in points if math.isfinite(value)]
 
 
 def _spans_decades(lines: list) -> bool:
