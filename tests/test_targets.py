@@ -317,3 +317,9 @@ def test_adapters_all_learn():
     model(input_ids=ids, labels=ids).loss.backward()
     silent = [n for n, p in model.named_parameters() if "lora_B" in n and (p.grad is None or not p.grad.abs().sum() > 0)]
     assert silent == []
+
+
+@pytest.mark.parametrize("fields", [{"target_modules": "("}, {"target_modules": "all-linear", "exclude_modules": "*proj"}])
+def test_what_is_no_regular_expression(gemma4, fields):
+    with pytest.raises(ValueError, match=r"_modules='.*' is no regular expression \(.* at position 0\)"):
+        resolve_lora_targets(gemma4, **fields)

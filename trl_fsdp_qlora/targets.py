@@ -53,8 +53,8 @@ def resolve_lora_targets(
         and not any(is_inside(name, chooser) for chooser in (*structure.routers, *structure.indexers))
     ]
     everything = isinstance(target_modules, str) and target_modules.lower() == "all-linear"
-    excludes = _as_peft_wants(exclude_modules) or None
-    targets = set(linear) if everything else _as_peft_wants(target_modules)
+    excludes = _as_peft_wants("exclude_modules", exclude_modules) or None
+    targets = set(linear) if everything else _as_peft_wants("target_modules", target_modules)
     wanted_by = _matcher(config, target_modules=targets, exclude_modules=excludes)
     allowed_by = _matcher(config, target_modules=r".*", exclude_modules=excludes)
 
@@ -116,8 +116,14 @@ def _aliases(model: nn.Module, name: str) -> list[str]:
     return [name, parent_name] if wraps_only_this else [name]
 
 
-def _as_peft_wants(modules):
-    return set(modules) if isinstance(modules, (list, tuple, set)) else modules
+def _as_peft_wants(field: str, modules):
+    if isinstance(modules, (list, tuple, set)):
+        return set(modules)
+    try:
+        re.compile(modules or "")
+    except re.error as error:
+        raise ValueError(f"`{field}={modules!r}` is no regular expression ({error}). Write one that is, or a list of names.") from None
+    return modules
 
 
 def _nothing_matched(target_modules, exclude_modules, linear: list[str]) -> str:
