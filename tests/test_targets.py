@@ -321,5 +321,5 @@ def test_adapters_all_learn():
 
 @pytest.mark.parametrize("fields", [{"target_modules": "("}, {"target_modules": "all-linear", "exclude_modules": "*proj"}])
 def test_what_is_no_regular_expression(gemma4, fields):
-    with pytest.raises(ValueError, match=r"_modules='.*' is no regular expression \(.* at position 0\)"):
+    with pytest.raises(ValueError, match=r"_modules='.*'` is no regular expression \(.* at position 0\)"):
         resolve_lora_targets(gemma4, **fields)
