@@ -308,6 +308,14 @@ def test_merged_into_the_files_of_the_checkpoint(checkpoint, tmp_path):
             assert not torch.allclose(written, base.get_submodule(name)._parameters[leaf].float(), rtol=2**-6, atol=1e-3)
 
 
+def test_merged_without_adapters_on_experts(checkpoint, tmp_path):
+    trainer = run(checkpoint, tmp_path / "run", max_steps=1)
+    trainer.save_model(str(tmp_path / "adapter"))
+    result = merge(str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    assert result.drift["dequantized"].mean < result.drift["original"].mean / 2
+    assert not [name for name in result.adapted if ".experts." in name]
+
+
 def test_grpo_with_a_rollout(checkpoint, tmp_path):
     def reward(completions, **kwargs):
         return [float(len(set(text)) % 5) for text in completions]
@@ -338,7 +346,7 @@ def test_fields_that_cannot_work(gemma, tmp_path, fields, said):
 
 def test_experts_where_there_are_none(model_cache, tmp_path):
     dense = tiny_gemma4(str(model_cache / "gemma4"))
-    with pytest.raises(ValueError, match="`lora_experts_r=4`, but Gemma4ForConditionalGeneration has no experts"):
+    with pytest.raises(ValueError, match="`lora_experts_r=4`, but Gemma4ForConditionalGeneration has no experts in stacks"):
         QLoRASFTTrainer(dense, sft_config(tmp_path, lora_experts_r=4), train_dataset=token_rows(2))
 
 

@@ -319,6 +319,14 @@ def test_adapters_all_learn():
     assert silent == []
 
 
+def test_a_router_that_is_a_linear_layer_inside_another_module():
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.HunYuanMoEV1Config(**sizes, head_dim=32, num_experts=4, moe_topk=2, vocab_size=512)
+    model = on_meta(config, transformers.HunYuanMoEV1ForCausalLM)
+    assert find_structure(model).routers == ("model.layers.0.mlp.gate", "model.layers.1.mlp.gate")
+    assert not [name for name in resolve_lora_targets(model, "all-linear") if ".gate." in name]
+
+
 @pytest.mark.parametrize("fields", [{"target_modules": "("}, {"target_modules": "all-linear", "exclude_modules": "*proj"}])
 def test_what_is_no_regular_expression(gemma4, fields):
     with pytest.raises(ValueError, match=r"_modules='.*'` is no regular expression \(.* at position 0\)"):

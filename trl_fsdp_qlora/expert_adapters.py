@@ -92,7 +92,7 @@ def add_expert_targets(config: LoraConfig, model: nn.Module, rank: int) -> None:
     structure = find_structure(model)
     stacks = {name: leaves for name, leaves in expert_stacks(model).items() if structure.in_language_model(name)}
     if not stacks:
-        raise ValueError(f"`lora_experts_r={rank}`, but {type(model).__name__} has no experts. Leave it out.")
+        raise ValueError(f"`lora_experts_r={rank}`, but {type(model).__name__} has no experts in stacks that adapters go on. Leave it out.")
     names = sorted({f"{name.rpartition('.')[2]}.{leaf}" for name, leaves in stacks.items() for leaf in leaves})
     config.target_parameters = sorted({*(config.target_parameters or []), *names})
     scale = config.lora_alpha / config.r

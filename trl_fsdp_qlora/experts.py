@@ -219,6 +219,7 @@ def plain_experts(module: nn.Module) -> nn.Module:
     """A shallow copy of experts as transformers made them, with the same parameters. Whoever packed them must put numbers in."""
     plain = copy.copy(module)
     plain._parameters = dict(module._parameters)
+    plain.__dict__.pop("forward", None)  # the class's own, whatever was put on `module`
     if isinstance(module, PackedExperts):
         plain.__class__ = type(module).__bases__[1]
     return plain

@@ -92,8 +92,8 @@ def find_structure(model: nn.Module) -> ModelStructure:
 def _choosers(model: nn.Module, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the routers and of the indexers in the decoder layers.
 
-    Their classes are called so in transformers. A router may also be a plain linear layer: the one beside the experts
-    with an output for each.
+    Their classes are called so in transformers. A router may also be whatever beside the experts holds one linear layer,
+    with an output for each of them.
     """
     routers, indexers = [], []
     for name, module in model.get_submodule(layers).named_modules(prefix=layers):
@@ -102,12 +102,13 @@ def _choosers(model: nn.Module, layers: str) -> tuple[tuple[str, ...], tuple[str
             routers.append(name)
         elif kind.endswith("Indexer"):
             indexers.append(name)
-        for child_name, child in module.named_children():
-            experts = getattr(module, "experts", None)
-            count = getattr(experts, "num_experts", None) or (len(experts) if isinstance(experts, nn.ModuleList) else None)
-            if isinstance(child, nn.Linear) and count and child.out_features == count:
+        experts = getattr(module, "experts", None)
+        count = getattr(experts, "num_experts", None) or (len(experts) if isinstance(experts, nn.ModuleList) else None)
+        for child_name, child in module.named_children() if count else ():
+            linears = [m for m in child.modules() if isinstance(m, nn.Linear)]
+            if child is not experts and len(linears) == 1 and linears[0].out_features == count:
                 routers.append(f"{name}.{child_name}")
-    return tuple(routers), tuple(indexers)
+    return tuple(dict.fromkeys(routers)), tuple(indexers)
 
 
 def _longest_layer_list(module: nn.Module) -> nn.ModuleList | None:
