@@ -34,6 +34,9 @@ def parse(argv=None):
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--extra", nargs="*", default=[], metavar="FIELD=VALUE", help="config fields for this project's runs")
+    parser.add_argument(
+        "--kernels", type=int, default=0, metavar="N", help="print the N kernels that take most of a step, of each contender"
+    )
     parser.add_argument("--host_profile", action="store_true", help="print where this project's host time goes in one step")
     parser.add_argument("--out", default=None, help="JSON file that the results are added to")
     parser.add_argument("--table", default=None, help="print the results in this file as a table, and stop")
@@ -116,7 +119,7 @@ def run(contender: str, args) -> dict:
             times.append(time.perf_counter() - self.start)
             if self.profiler is not None:
                 self.profiler.__exit__(None, None, None)
-                profiled.update(_kernels(self.profiler))
+                profiled.update(_kernels(self.profiler, args.kernels))
             if self.calls is not None:
                 import pstats
 
@@ -180,11 +183,17 @@ def _time_parts(trainer, host: dict[str, list[float]]) -> None:
     timed(trainer.optimizer, "step", "optimizer")
 
 
-def _kernels(profiler) -> dict:
+def _kernels(profiler, shown: int) -> dict:
     events = profiler.events()
     on_device = [
         e for e in events if str(e.device_type).endswith("CUDA") and not getattr(e, "is_user_annotation", False) and "#" not in e.name
     ]
+    if shown:
+        by_name: dict[str, list[float]] = {}
+        for event in on_device:
+            by_name.setdefault(event.name, []).append(event.device_time / 1000)
+        for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:shown]:
+            print(f"{sum(times):8.2f} ms in {len(times):5} launches  {name[:150]}")
     launches = sum(e.name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync")) for e in events)
     return {"busy_ms": round(sum(e.device_time for e in on_device) / 1000, 1), "kernels": len(on_device), "launches": launches}
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 
 from tests.tiny import logged, sft_config, token_rows
@@ -127,9 +128,14 @@ def test_generic_models_keep_pefts_forward_for_what_is_not_known():
 @pytest.mark.parametrize("length", [1, 5, 130])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("padded", [False, True])
-def test_attention_reference_is_sdpa(length, window, padded):
+@pytest.mark.parametrize("long", [False, True])
+def test_attention_is_sdpa(monkeypatch, length, window, padded, long):
     torch.manual_seed(0)
     q, k, v = random(2, length, 4, 8), random(2, length, 2, 8), random(2, length, 2, 8)
+    if long:  # stretch by stretch, without a kernel, in fp32
+        monkeypatch.setattr(attention, "MAX_KEYS", 0)
+        monkeypatch.setattr(attention, "STRETCH", 48)
+        q, k, v = (t.detach().float().requires_grad_() for t in (q, k, v))
     first = torch.tensor([[0] * length, list(range(min(2, length)))[-1:] * length], dtype=torch.int32) if padded else None
     if padded:
         first = torch.minimum(first, torch.arange(length, dtype=torch.int32))
@@ -318,7 +324,33 @@ def test_shortened_walks_answer_as_before(checkpoint, tmp_path):
     assert all(m.training for m in model.train().modules())
     assert not any(m.training for m in model.eval().modules())
     assert all(m.training for m in model.train().modules())
+    expected = [id(p) for p in type(model).parameters(model)]
+    for _ in range(2):
+        assert [id(p) for p in model.parameters()] == expected
     trainer.train()
+    assert all(p.grad is None for p in type(model).parameters(model))
+
+
+def test_shortened_walks_notice_what_comes_later_and_follow_a_copy(checkpoint, tmp_path):
+    trainer = QLoRASFTTrainer(checkpoint, sft_config(tmp_path, bf16=False), train_dataset=token_rows(8))
+    model = trainer.model
+    walks.shorten_walks(model)
+    known, count = list(model.parameters()), model.get_base_model().num_parameters(only_trainable=True)
+    model.train()
+    model.add_adapter("second", LoraConfig(r=2, target_modules=r".*language_model.*q_proj"))
+    later = [p for p in model.parameters() if not any(p is q for q in known)]
+    assert later and all(p.shape[0] == 2 or p.shape[1] == 2 for p in later)
+    model.set_adapter("second")
+    for parameter in later:
+        parameter.grad = torch.ones_like(parameter)
+    model.zero_grad()
+    assert all(p.grad is None for p in later)
+    model.get_base_model().extra = nn.Linear(3, 3).eval()
+    assert model.train().get_base_model().extra.training
+    assert model.get_base_model().num_parameters(only_trainable=True) != count
+    copied = copy.deepcopy(model)
+    assert not {id(p) for p in copied.parameters()} & {id(p) for p in model.parameters()}
+    assert copied.train() is copied
 
 
 def test_packed_bytes_are_copied_as_integers():

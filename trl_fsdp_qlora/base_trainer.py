@@ -39,6 +39,7 @@ from .config import (
 )
 from .expert_adapters import patterns_of_parameters
 from .kernels.fusing import apply_fused_layers
+from .kernels.walks import shorten_walks
 from .loading import inspect_checkpoint, keep_packed_bytes, load_model, quantization_from
 from .logging import get_logger
 from .placement import placement_table
@@ -168,8 +169,7 @@ class QLoRATrainerMixin(CheckpointMixin):
             unused += qlora.changed_fields(*LORA_FIELDS)
             if not any(p.requires_grad for p in model.parameters()):
                 raise ValueError(
-                    "No parameter of the given `PeftModel` is trainable. Load it with "
-                    "`PeftModel.from_pretrained(..., is_trainable=True)`."
+                    "No parameter of the given `PeftModel` is trainable. Load it with `PeftModel.from_pretrained(..., is_trainable=True)`."
                 )
         if unused:
             logger.warning("The model is given as an instance and taken as it is; no effect: %s.", ", ".join(unused))
@@ -231,10 +231,10 @@ class QLoRATrainerMixin(CheckpointMixin):
         if self.args.world_size > 1:
             mesh = init_device_mesh(self.args.device.type, (self.args.world_size,))
             sharding.shard_model(self.model, mesh, self.sharding_request)
+        if qlora.fused:
+            shorten_walks(self.model, sharded=self.args.world_size > 1 and self.sharding_request.fsdp)
         how = f"{self.args.world_size} ranks, {'FSDP2' if self.sharding_request.fsdp else 'base replicated'}"
-        logger.info(
-            "%s\n%s", "1 rank, nothing wrapped" if self.args.world_size == 1 else how, placement_table(self.model)
-        )
+        logger.info("%s\n%s", "1 rank, nothing wrapped" if self.args.world_size == 1 else how, placement_table(self.model))
 
     # --- overrides of transformers.Trainer ---
 

@@ -18,6 +18,7 @@ from .triton_support import jit, tl, triton, use_triton
 
 # Scores of a stretch, in numbers: 64 MiB of fp32.
 _MAX_SCORES = 2**24
+# A kernel holds the scores of one query in registers. Stretches that see more keys go through PyTorch's softmax.
 MAX_KEYS = 16384
 # Queries of a stretch, unless its scores would be too many.
 STRETCH = 512
@@ -49,7 +50,7 @@ def attention_reference(q_BSHD, k_BSKD, v_BSKD, scale: float, window: int | None
 
 def attention(q_BSHD, k_BSKD, v_BSKD, scale: float, window: int | None = None, first_key=None) -> torch.Tensor:
     """(B, S, H, D). `first_key`: (B, S) int32 or nothing. Every query must see at least one key."""
-    if not use_triton(q_BSHD) or k_BSKD.shape[1] > MAX_KEYS:
+    if not use_triton(q_BSHD) and k_BSKD.shape[1] <= MAX_KEYS:
         return attention_reference(q_BSHD, k_BSKD, v_BSKD, scale, window, first_key)
     return StretchedAttention.apply(q_BSHD, k_BSKD, v_BSKD, scale, window, first_key)
 
@@ -131,18 +132,38 @@ def _add_fp32_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> 
 
 
 def _softmax(scores, shape, start, first, scale, window, first_key, dtype):
-    """Weights (BK, CG, T) in `dtype` of raw fp32 scores."""
+    """Weights (BK, CG, T) in `dtype` of raw fp32 scores, which may be overwritten."""
+    if not _in_registers(scores):
+        return _plain_softmax(scores, shape, start, first, scale, window, first_key).to(dtype)
     weights = torch.empty(scores.shape, dtype=dtype, device=scores.device)
     _run(_softmax_kernel, scores, scores, weights, weights, shape, start, first, scale, window, first_key)
     return weights
 
 
 def _softmax_backward(scores, d_weights, shape, start, first, scale, window, first_key, dtype):
-    """Weights again, and gradients of the raw scores, both in `dtype`."""
+    """Weights again, and gradients of the raw scores, both in `dtype`; scores and gradients given may be overwritten."""
+    if not _in_registers(scores):
+        weights = _plain_softmax(scores, shape, start, first, scale, window, first_key)
+        narrow, kept = weights.to(dtype), (weights * d_weights).sum(-1, keepdim=True)
+        return narrow, d_weights.sub_(kept).mul_(weights).mul_(scale).to(dtype)
     weights = torch.empty(scores.shape, dtype=dtype, device=scores.device)
     d_scores = torch.empty_like(weights)
     _run(_softmax_backward_kernel, scores, d_weights, weights, d_scores, shape, start, first, scale, window, first_key)
     return weights, d_scores
+
+
+def _in_registers(scores: torch.Tensor) -> bool:
+    return use_triton(scores) and scores.shape[-1] <= MAX_KEYS
+
+
+def _plain_softmax(scores, shape, start, first, scale, window, first_key) -> torch.Tensor:
+    """What the kernel computes, (BK, CG, T) in fp32, in place."""
+    _, kv_heads, _, group, _ = shape
+    seen = visible(start, scores.shape[1] // group, first, scores.shape[2], window, first_key, scores.device)  # (B, 1, C, 1, T)
+    by_query = scores.mul_(scale).view(-1, kv_heads, seen.shape[2], group, scores.shape[2])
+    by_query.masked_fill_(~seen, -torch.inf)
+    torch.softmax(scores, -1, out=scores)
+    return scores
 
 
 def _run(kernel, scores, d_weights, weights, d_scores, shape, start, first, scale, window, first_key):

@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .attention import MAX_KEYS, attention, visible
+from .attention import attention, visible
 
 NAME = "stretched"
 
@@ -25,7 +25,7 @@ def first_visible_keys(batch_size, q_length, kv_length, allow_is_causal_skip=Tru
 
     Windows are not in it: `attention` keeps to them itself.
     """
-    if not allow_is_causal_skip or q_length != kv_length or q_length > MAX_KEYS:
+    if not allow_is_causal_skip or q_length != kv_length:
         return sdpa_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, allow_is_causal_skip=allow_is_causal_skip,
             attention_mask=attention_mask, device=device, **kwargs,

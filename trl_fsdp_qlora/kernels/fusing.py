@@ -10,7 +10,6 @@ from torch import nn
 from ..logging import get_logger
 from .joined_layers import JoinedLayers, hooked, unknown_kind
 from .triton_support import triton
-from .walks import shorten_walks
 
 logger = get_logger(__name__)
 
@@ -37,8 +36,6 @@ def apply_fused_layers(model: nn.Module, device: torch.device, *, attention: boo
     else:
         count, kept = _fuse_linears(model)
         active = [f"{count} LoRA layers"] if count else []
-    if active:
-        shorten_walks(model)
     notes = "".join(f"; {n} not: {reason}" for reason, n in kept.items())
     return f"fused operations: {', '.join(active) or 'none'}{notes}"
 

@@ -82,6 +82,14 @@ class Replays:
             )
         return False
 
+    def give_up(self, reason: str) -> None:
+        """No replays from now on; the memory goes back when the last backward pass under way is done."""
+        self.broken = True
+        self.recordings.clear()
+        self._buffers.clear()
+        self._arena = None
+        logger.warning("CUDA graphs are off: %s", reason)
+
     def warm_up(self, function):
         """`function` once outside a recording: kernels are compiled, libraries set up on the stream that records."""
         if self._stream is None:
@@ -278,9 +286,8 @@ def _make_recording(layer, places, inputs, wants, grad) -> Recording | None:
     begin = time.perf_counter()
     try:
         recording = Recording(layer, places, inputs, wants, grad)
-    except RuntimeError as error:
-        layer.replays.broken = True
-        logger.warning("CUDA graphs are off, because recording one failed: %s", str(error).splitlines()[0])
+    except RuntimeError as error:  # out of memory included
+        layer.replays.give_up(f"recording one failed. {str(error).splitlines()[0]}")
         return None
     layer.replays.seconds += time.perf_counter() - begin
     return recording
@@ -289,6 +296,21 @@ def _make_recording(layer, places, inputs, wants, grad) -> Recording | None:
 def _same_as_issued(layer: LayerReplay, recording: Recording, inputs: dict, adapters: list[torch.Tensor], grad: bool) -> bool:
     """Whether `layer` computes the same by replay and by issuing its operations, gradients included; noted for next time."""
     begin = time.perf_counter()
+    try:
+        worst = _replay_error(layer, recording, inputs, adapters, grad)
+    except torch.OutOfMemoryError:
+        layer.replays.give_up("there is no memory for their check. Shorter rows, a smaller batch or `mlp_tile_size` leave some.")
+        return False
+    layer.checked.add(recording)
+    layer.replays.seconds += time.perf_counter() - begin
+    layer.replays.worst_error = max(layer.replays.worst_error, worst)
+    if not worst <= MAX_ERROR:
+        layer.replays.give_up(f"a replayed layer differs from its operations by {worst:.1e} (relative).")
+    return not layer.replays.broken
+
+
+def _replay_error(layer: LayerReplay, recording: Recording, inputs: dict, adapters: list[torch.Tensor], grad: bool) -> float:
+    """The largest relative error of an output or gradient of a replay against the operations of `layer` issued one by one."""
     leaves = {name: t.detach().requires_grad_(recording.wants[name]) if t is not None else None for name, t in inputs.items()}
     with torch.set_grad_enabled(grad), torch.autocast(layer.replays.device.type, enabled=False):
         expected = list(layer.kind.run(**leaves))
@@ -307,13 +329,7 @@ def _same_as_issued(layer: LayerReplay, recording: Recording, inputs: dict, adap
             got += [*d_inputs.values(), *_unflatten_dense_tensors(flat, [t for t in adapters if t.requires_grad])]
         errors = [(a - b).float().norm() / b.float().norm().clamp_min(1e-12) for a, b in zip(got, expected, strict=True)]
         worst = torch.stack(errors).max().item()
-    layer.checked.add(recording)
-    layer.replays.seconds += time.perf_counter() - begin
-    layer.replays.worst_error = max(layer.replays.worst_error, worst)
-    if not worst <= MAX_ERROR:
-        layer.replays.broken = True
-        logger.warning("CUDA graphs are off: a replayed layer differs from its operations by %.1e (relative).", worst)
-    return not layer.replays.broken
+    return worst
 
 
 def _like(tensor: torch.Tensor | None) -> tuple | None:
