@@ -181,6 +181,9 @@ def _time_parts(trainer, host: dict[str, list[float]]) -> None:
     timed(trainer.accelerator, "backward", "backward")
     timed(trainer.accelerator, "clip_grad_norm_", "clip")
     timed(trainer.optimizer, "step", "optimizer")
+    for name, module in trainer.model.named_modules():
+        if name.endswith("embed_tokens_per_layer"):
+            timed(module, "forward", "per_layer_embedding")
 
 
 def _kernels(profiler, shown: int) -> dict:
@@ -194,8 +197,23 @@ def _kernels(profiler, shown: int) -> dict:
             by_name.setdefault(event.name, []).append(event.device_time / 1000)
         for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:shown]:
             print(f"{sum(times):8.2f} ms in {len(times):5} launches  {name[:150]}")
+        _print_gaps(on_device, shown)
     launches = sum(e.name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync")) for e in events)
     return {"busy_ms": round(sum(e.device_time for e in on_device) / 1000, 1), "kernels": len(on_device), "launches": launches}
+
+
+def _print_gaps(on_device, shown: int) -> None:
+    """The longest times in which the GPU waited for work, when, and between which kernels."""
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in on_device)
+    start, busy_until, last, gaps = spans[0][0], spans[0][1], spans[0][2], []
+    for begin, end, name in spans[1:]:
+        if begin > busy_until:
+            gaps.append((begin - busy_until, busy_until - start, last, name))
+        if end > busy_until:
+            busy_until, last = end, name
+    print(f"from first to last kernel {(busy_until - start) / 1000:.1f} ms, idle {sum(gap[0] for gap in gaps) / 1000:.1f} ms of it")
+    for length, at, before, after in sorted(gaps, reverse=True)[:shown]:
+        print(f"idle {length / 1000:6.2f} ms at {at / 1000:7.1f} ms, after {before[:60]}, before {after[:60]}")
 
 
 def _frozen_numbers(model) -> int:

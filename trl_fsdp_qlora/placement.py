@@ -5,9 +5,13 @@ is larger than all 4-bit layers together. Both stay in host memory: of a table o
 tower moves in when a batch has an image or sound for it.
 """
 
+import functools
+import os
 import types
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,6 +25,9 @@ logger = get_logger(__name__)
 
 # Below this, an embedding is not worth a copy per batch.
 MIN_HOST_EMBEDDING_BYTES = 16 * 2**20
+# One thread reads scattered rows at a fraction of the rate of host memory, and pays for every page met for the first time.
+GATHER_THREADS = min(8, os.cpu_count() or 1)
+ROWS_A_PIECE = 256
 
 
 @dataclass(frozen=True)
@@ -85,23 +92,38 @@ def _look_up_in_host_memory(embedding: nn.Embedding, device: torch.device) -> No
     """
     for buffer_name, buffer in list(embedding.named_buffers(recurse=False)):
         embedding._buffers[buffer_name] = buffer.to(device)
-    pin = device.type == "cuda"
 
     def forward(self, input_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         # ids: (batch, length) on any device -> distinct rows (n, dim) on `device` -> the module's own forward.
         distinct, local_ids = torch.unique(input_ids.to("cpu"), return_inverse=True)
         host_table = self._parameters["weight"]
-        rows = torch.empty((len(distinct), host_table.shape[1]), dtype=host_table.dtype, pin_memory=pin)
-        torch.index_select(host_table, 0, distinct, out=rows)
-        # The pinned block is not reused before this copy is done: the caching host allocator records an event.
-        table = nn.Parameter(rows.to(device, non_blocking=True), requires_grad=False)
-        self._parameters["weight"] = table
+        self._parameters["weight"] = nn.Parameter(_fetch_rows(host_table, distinct, device), requires_grad=False)
         try:
             return type(self).forward(self, local_ids.to(device, non_blocking=True), *args, **kwargs)
         finally:
             self._parameters["weight"] = host_table
 
     embedding.forward = types.MethodType(forward, embedding)
+
+
+@functools.cache
+def _gatherers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(GATHER_THREADS, thread_name_prefix="gather_rows")
+
+
+def _fetch_rows(host_table: torch.Tensor, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Rows `ids` (n,) of `host_table` on `device`: some threads gather, and each piece travels as soon as it is there."""
+    with torch.inference_mode(False):  # tensors of that mode cannot be written by other threads
+        rows = torch.empty((len(ids), host_table.shape[1]), dtype=host_table.dtype, pin_memory=device.type == "cuda")
+    fetched = torch.empty_like(rows, device=device)
+    pieces = list(zip(ids.split(ROWS_A_PIECE), rows.split(ROWS_A_PIECE), fetched.split(ROWS_A_PIECE), strict=True))
+    gather = partial(torch.index_select, host_table, 0)
+    gathered = [_gatherers().submit(gather, some, out=piece) for some, piece, _ in pieces[1:]]
+    for i, (some, piece, target) in enumerate(pieces):
+        gathered[i - 1].result() if i else gather(some, out=piece)
+        # The pinned block is not reused before this copy is done: the caching host allocator records an event.
+        target.copy_(piece, non_blocking=True)
+    return fetched
 
 
 def _move_in_on_demand(name: str, tower: nn.Module, device: torch.device) -> None:

@@ -6,12 +6,16 @@ one with all their A matrices.
 Shapes: N rows (tokens), I in_features, O out_features of the whole group, R ranks of the whole group.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from .dequantize import dequantize
+
+# Numbers of a group's weights that are dequantised at once: 256 MiB in 16 bit. Above, one product would gain little.
+MAX_JOINT = 2**27
 
 
 @dataclass
@@ -37,15 +41,22 @@ class LinearGroup:
         self.packed = all(getattr(layer, "quant_state", None) is not None for layer in layers)
         self.dtype = layers[0].quant_state.dtype if self.packed else layers[0].weight.dtype
 
-    def weights(self, dtype: torch.dtype) -> list[tuple[slice, torch.Tensor]]:
-        """Columns of the output, and the weight (O, I) that makes them: one for a packed group, else one a layer."""
-        if not self.packed:
-            return [(c, layer.weight.to(dtype)) for c, layer in zip(self.columns, self.layers, strict=True)]
-        first = self.layers[0]
-        whole = torch.empty((self.columns[-1].stop, first.in_features), dtype=dtype, device=first.weight.device)
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Columns of the output, and the weight (O, I) that makes them: one for a packed group that is small enough, else one
+        a layer, made when its turn comes."""
+        if self.packed and self.columns[-1].stop * self.layers[0].in_features <= MAX_JOINT:
+            yield slice(0, self.columns[-1].stop), self._numbers(self.layers, dtype)
+            return
         for columns, layer in zip(self.columns, self.layers, strict=True):
-            dequantize(layer.weight, layer.quant_state, whole[columns])
-        return [(slice(0, whole.shape[0]), whole)]
+            yield columns, self._numbers([layer], dtype) if self.packed else layer.weight.to(dtype)
+
+    def _numbers(self, layers: list[nn.Module], dtype: torch.dtype) -> torch.Tensor:
+        """The dequantised weights of `layers`, one below the other."""
+        first = layers[0]
+        whole = torch.empty((sum(layer.out_features for layer in layers), first.in_features), dtype=dtype, device=first.weight.device)
+        for rows, layer in zip(whole.split([layer.out_features for layer in layers]), layers, strict=True):
+            dequantize(layer.weight, layer.quant_state, rows)
+        return whole
 
     def add_biases(self, y: torch.Tensor) -> None:
         for columns, layer in zip(self.columns, self.layers, strict=True):
@@ -86,7 +97,7 @@ class QLoRALinear(torch.autograd.Function):
         y = x.new_empty((x.shape[0], group.columns[-1].stop))
         for columns, weight in group.weights(x.dtype):
             torch.mm(x, weight.t(), out=y[:, columns])
-        del weight
+            del weight
         group.add_biases(y)
         ctx.group, ctx.slots = group, slots
         if slots:
@@ -103,11 +114,9 @@ class QLoRALinear(torch.autograd.Function):
         slots, needs = ctx.slots, ctx.needs_input_grad
         dx = dx_low = None
         if needs[0]:
-            parts = ctx.group.weights(dy.dtype)
-            dx = dy[:, parts[0][0]] @ parts[0][1]
-            for columns, weight in parts[1:]:
-                dx.addmm_(dy[:, columns], weight)
-            del parts
+            for columns, weight in ctx.group.weights(dy.dtype):
+                dx = dy[:, columns] @ weight if dx is None else dx.addmm_(dy[:, columns], weight)
+                del weight
         if not slots:
             return dx, None, None, None
         low, u, *adapters = ctx.saved_tensors
