@@ -327,8 +327,13 @@ def test_shortened_walks_answer_as_before(checkpoint, tmp_path):
     expected = [id(p) for p in type(model).parameters(model)]
     for _ in range(2):
         assert [id(p) for p in model.parameters()] == expected
+    known = walks._watched()
+    kept = next(w for w in known if w.model is model and w._known)
+    before = dict(kept._known)
     trainer.train()
     assert all(p.grad is None for p in type(model).parameters(model))
+    # Still known: a forward pass registers layers in a list of its own, and nothing in the model.
+    assert before.keys() <= kept._known.keys() and all(kept._known[key] is value for key, value in before.items())
 
 
 def test_shortened_walks_notice_what_comes_later_and_follow_a_copy(checkpoint, tmp_path):

@@ -117,7 +117,8 @@ def check_saved_adapter(folder, tmp_path, **fields):
 
     from trl_fsdp_qlora.loading import load_model, quantization_from
 
-    config = sft_config(tmp_path / "run", max_steps=1, per_device_train_batch_size=1, lora_r=8, **fields)
+    # Bit for bit, so PEFT's own operations on both sides.
+    config = sft_config(tmp_path / "run", max_steps=1, per_device_train_batch_size=1, lora_r=8, fused=False, **fields)
     trainer = QLoRASFTTrainer(folder, config, train_dataset=token_rows(1, (64,)))
     trainer.train()
     trainer.save_model(str(tmp_path / "adapter"))

@@ -1,13 +1,14 @@
 """Questions that the training loop puts to a whole model in every step, answered without walking its thousands of modules."""
 
 import functools
+import weakref
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
 
 def shorten_walks(model: nn.Module, *, sharded: bool = False) -> None:
-    """Remember the modules and parameters of `model`, and their count, until a module or parameter is registered anywhere.
+    """Remember the modules and parameters of `model`, and their count, until a module or parameter is registered in it.
 
     In every step `Trainer` sets the training mode, counts operations, and clips and clears gradients: five walks. Parameters
     of a `sharded` model are not remembered: FSDP puts others in their place without registering them.
@@ -21,28 +22,38 @@ def shorten_walks(model: nn.Module, *, sharded: bool = False) -> None:
 
 
 @functools.cache
-def _registrations() -> list[int]:
-    """The number of modules and parameters registered anywhere so far, kept up to date."""
-    count = [0]
+def _watched() -> weakref.WeakSet:
+    """Those who are told of every module and parameter registered anywhere."""
+    watched = weakref.WeakSet()
 
-    def one_more(*_) -> None:
-        count[0] += 1
+    def tell(module, *_) -> None:
+        for walks in watched:
+            walks.registered_in(module)
 
-    register_module_module_registration_hook(one_more)
-    register_module_parameter_registration_hook(one_more)
-    return count
+    register_module_module_registration_hook(tell)
+    register_module_parameter_registration_hook(tell)
+    return watched
 
 
 class _Walks:
     """Its methods stand in for those of the model, and follow it when it is copied."""
 
     def __init__(self, model: nn.Module):
-        self.model, self.base = model, model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._known, self._as_of = {}, None
+        self.__setstate__({"model": model})
+
+    def __getstate__(self) -> dict:
+        return {"model": self.model}
+
+    def __setstate__(self, state: dict) -> None:
+        self.model, self._known, self._modules = state["model"], {}, frozenset()
+        _watched().add(self)
+
+    @property
+    def base(self) -> nn.Module:
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     def train(self, mode: bool = True) -> nn.Module:
-        modules = self._remember("modules", lambda: list(self.model.modules()))
-        if mode and all(module.training for module in modules):
+        if mode and all(module.training for module in self._remember("modules", lambda: list(self.model.modules()))):
             return self.model
         return type(self.model).train(self.model, mode)
 
@@ -52,12 +63,18 @@ class _Walks:
         return iter(self._remember("parameters", lambda: list(type(self.model).parameters(self.model))))
 
     def num_parameters(self, *args, **kwargs) -> int:
-        count = functools.partial(type(self.base).num_parameters, self.base, *args, **kwargs)
+        base = self.base
+        count = functools.partial(type(base).num_parameters, base, *args, **kwargs)
         return self._remember(("count", args, *sorted(kwargs.items())), count)
 
+    def registered_in(self, module: nn.Module) -> None:
+        # Not in a list of layers that a forward pass makes for itself.
+        if id(module) in self._modules:
+            self._known, self._modules = {}, frozenset()
+
     def _remember(self, key, walk):
-        if self._as_of != (latest := _registrations()[0]):
-            self._known, self._as_of = {}, latest
         if key not in self._known:
+            # Before the walk, so that nothing can be registered in between unnoticed.
+            self._modules = self._modules or frozenset(id(module) for module in self.model.modules())
             self._known[key] = walk()
         return self._known[key]
