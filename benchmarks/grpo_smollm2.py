@@ -36,6 +36,7 @@ def parse(argv=None):
     parser.add_argument("--generations", type=int, default=16, help="completions of a question")
     parser.add_argument("--tokens", type=int, default=32, help="longest completion")
     parser.add_argument("--learning_rate", type=float, default=1e-4)
+    parser.add_argument("--at_once", action="store_true", help="all seeds at the same time: times then mean little")
     parser.add_argument("--plain", action="store_true", help="rollouts by transformers instead of vLLM")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--extra", nargs="*", default=[], metavar="FIELD=VALUE", help="further config fields, values as JSON")
@@ -114,17 +115,19 @@ def judge(rewards: list[float]) -> dict:
 
 def compare(args) -> None:
     results = []
-    for seed in args.seeds:
-        command = [sys.executable, __file__, *sys.argv[1:], "--only", str(seed)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        line = next((li for li in done.stdout.splitlines() if li.startswith("RESULT ")), None)
+    commands = {seed: [sys.executable, __file__, *sys.argv[1:], "--only", str(seed)] for seed in args.seeds}
+    started = {seed: subprocess.Popen(c, stdout=subprocess.PIPE, text=True) for seed, c in commands.items() if args.at_once}
+    for seed, command in commands.items():
+        process = started.get(seed) or subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        printed, _ = process.communicate()
+        line = next((li for li in printed.splitlines() if li.startswith("RESULT ")), None)
         if line is None:
-            sys.exit(f"seed {seed} ended with exit code {done.returncode}; its messages are above")
+            sys.exit(f"seed {seed} ended with exit code {process.returncode}; its messages are above")
         results.append(json.loads(line.removeprefix("RESULT ")))
         summary = {key: value for key, value in results[-1].items() if key != "steps"}
         print(json.dumps(summary), flush=True)
     os.makedirs(os.path.dirname(os.path.abspath(args.out)), exist_ok=True)
-    setting = {k: v for k, v in vars(args).items() if k in ("steps", "batch", "generations", "tokens", "learning_rate", "plain", "extra")}
+    setting = {k: v for k, v in vars(args).items() if k in ("steps", "batch", "generations", "tokens", "learning_rate", "at_once", "plain", "extra")}
     content = {"task": TASK, "options": OPTIONS, **setting, "learnt": all(r["learnt"] for r in results), "seeds": results}
     Path(args.out).write_text(json.dumps(content, indent=1) + "\n")
     draw(results, str(Path(args.out).with_suffix(".png")))
