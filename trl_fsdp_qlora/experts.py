@@ -18,6 +18,7 @@ from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .kernels.dequantize import dequantize_stack, one_launch_can
 from .kernels.grouped_matmul import grouped_matmul
 
 BLOCKSIZE = 64  # of `Linear4bit`
@@ -71,11 +72,17 @@ def quantize_stack(stack: torch.Tensor, *, quant_type: str, double_quant: bool, 
 def dequantize_experts(packed: torch.Tensor, state: QuantState, experts: list[int] | None = None) -> torch.Tensor:
     """The weights (n, rows, columns) of some experts, or of all, to the last bit what bitsandbytes makes of each on a GPU."""
     count, *size = state.shape
+    if experts == list(range(count)):
+        experts = None
+    if one_launch_can(packed, state):
+        chosen = None if experts is None else torch.tensor(experts, dtype=torch.int32, device=packed.device)
+        out = torch.empty((count if experts is None else len(experts), *size), dtype=state.dtype, device=packed.device)
+        return dequantize_stack(packed.as_subclass(torch.Tensor), state, out, chosen)
     # As bytes: indexing copies numbers, and some bit patterns are no numbers.
     data = packed.detach().as_subclass(torch.Tensor).view(torch.uint8).view(count, -1)
     absmax, offset = state.absmax, state.offset
     scale = state.state2.absmax if state.nested else None
-    if experts is not None and experts != list(range(count)):
+    if experts is not None:
         index = torch.tensor(experts, device=data.device)
         data, absmax = data[index], absmax[index]
         offset, scale = (None, None) if scale is None else (offset[index], scale[index])

@@ -22,55 +22,83 @@ def dequantize_reference(packed: torch.Tensor, state: QuantState, out: torch.Ten
 
 def dequantize(packed: torch.Tensor, state: QuantState, out: torch.Tensor) -> torch.Tensor:
     """Write the numbers of `packed` (bytes in a container of any dtype) to `out` (rows, columns), contiguous."""
-    nested = state.nested
-    one_launch = use_triton(out) and out.dtype == state.dtype and (not nested or state.state2.blocksize == 256)
-    if not one_launch:
+    if out.dtype != state.dtype or not one_launch_can(packed, state):
         return dequantize_reference(packed, state, out)
-    data = packed.detach().view(torch.uint8)
-    _dequantize_kernel[(triton.cdiv(data.numel(), _BYTES_PER_PROGRAM),)](
-        data,
+    _launch(packed.detach(), state, out, matrices=1, chosen=None)
+    return out
+
+
+def dequantize_stack(packed: torch.Tensor, state: QuantState, out: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
+    """Write the numbers of some matrices of a stack (`experts.quantize_stack`) to `out` (n, rows, columns), in one launch.
+
+    Args:
+        chosen: (n,) int32 numbers of the matrices, or None for all. Only where `one_launch_can`.
+    """
+    _launch(packed.detach(), state, out, matrices=out.shape[0], chosen=chosen)
+    return out
+
+
+def one_launch_can(packed: torch.Tensor, state: QuantState) -> bool:
+    """Whether the kernel runs where `packed` is, and is for numbers quantised like that."""
+    return use_triton(packed) and (not state.nested or state.state2.blocksize == 256)
+
+
+def _launch(packed: torch.Tensor, state: QuantState, out: torch.Tensor, matrices: int, chosen: torch.Tensor | None) -> None:
+    n_bytes = out.numel() // 2 // matrices
+    nested = state.nested
+    _dequantize_kernel[(triton.cdiv(n_bytes, _BYTES_PER_PROGRAM), matrices)](
+        packed.view(torch.uint8),
         state.code,
         state.absmax,
         state.state2.code if nested else state.code,
         state.state2.absmax if nested else state.code,
         state.offset if nested else state.code,
+        state.code if chosen is None else chosen,
         out,
-        data.numel(),
+        n_bytes,
+        triton.cdiv(n_bytes, state.blocksize // 2),
         BYTES_PER_BLOCK=state.blocksize // 2,
         NESTED=nested,
+        CHOSEN=chosen is not None,
         BLOCK=_BYTES_PER_PROGRAM,
         num_warps=4,
         # A fused multiply-add would round differently from bitsandbytes.
         enable_fp_fusion=False,
     )
-    return out
 
 
 @jit
 def _dequantize_kernel(
-    packed_ptr,  # (bytes,) uint8, first number in the high half
+    packed_ptr,  # (matrices, bytes) uint8, first number in the high half
     code_ptr,  # (16,) fp32
-    absmax_ptr,  # (blocks,) uint8 if nested, else fp32
+    absmax_ptr,  # (matrices, blocks) uint8 if nested, else fp32
     absmax_code_ptr,  # (256,) fp32
-    absmax_scale_ptr,  # (blocks / 256,) fp32
-    offset_ptr,  # () fp32
-    out_ptr,  # (2 * bytes,)
+    absmax_scale_ptr,  # (matrices, blocks / 256) fp32
+    offset_ptr,  # (matrices,) fp32
+    chosen_ptr,  # numbers of the matrices wanted
+    out_ptr,  # (matrices wanted, 2 * bytes)
     n_bytes,
+    n_blocks,
     BYTES_PER_BLOCK: tl.constexpr,
     NESTED: tl.constexpr,
+    CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    target = tl.program_id(1).to(tl.int64)
+    matrix = target
+    if CHOSEN:
+        matrix = tl.load(chosen_ptr + target).to(tl.int64)
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = position < n_bytes
-    byte = tl.load(packed_ptr + position, mask=inside, other=0).to(tl.int32)
+    byte = tl.load(packed_ptr + matrix * n_bytes + position, mask=inside, other=0).to(tl.int32)
     block = position // BYTES_PER_BLOCK
-    absmax = tl.load(absmax_ptr + block, mask=inside, other=0)
+    absmax = tl.load(absmax_ptr + matrix * n_blocks + block, mask=inside, other=0)
     if NESTED:
-        scale = tl.load(absmax_scale_ptr + block // 256, mask=inside, other=0.0)
-        absmax = tl.load(absmax_code_ptr + absmax.to(tl.int32)) * scale + tl.load(offset_ptr)
+        scale = tl.load(absmax_scale_ptr + matrix * ((n_blocks + 255) // 256) + block // 256, mask=inside, other=0.0)
+        absmax = tl.load(absmax_code_ptr + absmax.to(tl.int32)) * scale + tl.load(offset_ptr + matrix)
     high = tl.load(code_ptr + (byte >> 4)) * absmax
     low = tl.load(code_ptr + (byte & 15)) * absmax
     numbers = tl.interleave(high, low).to(out_ptr.dtype.element_ty)
     start = tl.program_id(0).to(tl.int64) * (2 * BLOCK)
     place = tl.arange(0, 2 * BLOCK)
-    tl.store(out_ptr + start + place, numbers, mask=(start + place) // 2 < n_bytes)
+    tl.store(out_ptr + target * 2 * n_bytes + start + place, numbers, mask=(start + place) // 2 < n_bytes)
