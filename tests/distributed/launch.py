@@ -6,8 +6,8 @@
 A function must be importable (defined at a module's top level) and take and return what JSON can carry. It opens the process group itself
 (`Accelerator()`, any TrainingArguments, or `torch.distributed.init_process_group("gloo")`); the group is closed for it.
 
-Ranks are forked from a process that has imported the libraries, which takes longer than most tests; but those with settings for vLLM,
-which reads them while it is imported, are new processes.
+Ranks are forked from a process that has imported the libraries, which takes longer than most tests; but those with a `PYTHONPATH` of
+their own, who may import other things under the same names, are new processes.
 """
 
 import atexit
@@ -47,7 +47,7 @@ def run_ranks(world_size, target, *args, timeout=120, env=None, **kwargs):
             raise TypeError(f"a script takes no keyword arguments, got {sorted(kwargs)}")
         spec = {"script": str(target), "args": [str(arg) for arg in args]}
 
-    start = _Fresh if any(name.startswith("VLLM_") for name in env or {}) else _Forked
+    start = _Fresh if "PYTHONPATH" in (env or {}) else _Forked
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         folder = Path(folder)
         (folder / "spec.json").write_text(json.dumps(spec))
@@ -126,7 +126,9 @@ def _forked_main(folder, rank, env):
     os.environ.update(env)
     import torch
 
-    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # read from the environment once, before the fork
+    # Read from the environment once, before the fork.
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    torch._dynamo.config.disable = env.get("TORCHDYNAMO_DISABLE") == "1"
     parent = multiprocessing.parent_process().sentinel
     threading.Thread(target=lambda: (wait([parent]), os._exit(1)), daemon=True).start()  # ends with the process that started it
     try:

@@ -8,7 +8,7 @@ import torch
 
 from tests.distributed.launch import RankError, run_ranks
 from tests.tiny import grpo_config, token_reward
-from tests.vllm.support import ENGINE, environment
+from tests.vllm.support import ENGINE, ENV
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 LAYOUTS = {"FSDP2": FSDP, "base replicated": {}}
@@ -171,7 +171,7 @@ def train_with_an_engine_each(checkpoint, output_dir, **fields):
 @pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM, which the set 'vllm' has")
 @pytest.mark.parametrize(("layout", "corrected"), [("FSDP2", True), ("base replicated", False)])
 def test_an_engine_on_each_rank(checkpoint, tmp_path, layout, corrected):
-    env = {**environment(tmp_path / "paths"), **LAYOUTS[layout]}
+    env = {**ENV, **LAYOUTS[layout]}
     both = run_ranks(
         2, train_with_an_engine_each, checkpoint, str(tmp_path / "out"), env=env, timeout=280, load_in_4bit=False,
         vllm_importance_sampling_correction=corrected,

