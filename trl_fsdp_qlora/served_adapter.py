@@ -8,6 +8,7 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from . import sharding, staging
@@ -64,22 +65,33 @@ class ServedAdapter:
 @torch.no_grad()
 def gather_served_adapter(model: PeftModel, dtype: torch.dtype) -> ServedAdapter:
     """The active adapter of `model` in `dtype`, on every rank. Only LoRA tensors are gathered. Call it on all ranks."""
-    sharding.reshard(model)
     adapter = model.active_adapter
-    pieces: dict[str, torch.Tensor] = {}
-    rank = 0
-    for name, layer in model.get_base_model().named_modules():
-        if not isinstance(layer, LoraLayer) or adapter not in layer.lora_A:
-            continue
-        rank = max(rank, layer.r[adapter])
-        scale = layer.scaling[adapter]
-        lora_b = _whole(layer.lora_B[adapter].weight)
-        pieces[f"base_model.model.{name}.lora_A.weight"] = _whole(layer.lora_A[adapter].weight)
-        pieces[f"base_model.model.{name}.lora_B.weight"] = lora_b if scale == 1 else lora_b * scale
-    flat = torch.cat([piece.flatten().to(dtype) for piece in pieces.values()])
-    views = flat.split([piece.numel() for piece in pieces.values()])
-    tensors = {name: view.view(piece.shape) for (name, piece), view in zip(pieces.items(), views, strict=True)}
-    return ServedAdapter(tensors, flat, rank)
+    layers, units = _walked(model, (adapter, *model.peft_config))
+    for unit in units:
+        unit.reshard()
+    lora_a = [_whole(layer.lora_A[adapter].weight) for _, layer in layers]
+    lora_b = [_whole(layer.lora_B[adapter].weight) for _, layer in layers]
+    scales = [float(layer.scaling[adapter]) for _, layer in layers]
+    if any(scale != 1 for scale in scales):
+        lora_b = torch._foreach_mul(lora_b, scales)
+    # A few launches for all modules rather than a few for each: there are hundreds.
+    pieces = [piece for pair in zip(lora_a, lora_b, strict=True) for piece in pair]
+    flat = torch.cat([piece.reshape(-1) for piece in pieces]).to(dtype)
+    names = [f"base_model.model.{name}.lora_{matrix}.weight" for name, _ in layers for matrix in "AB"]
+    views = flat.split([piece.numel() for piece in pieces])
+    tensors = {name: view.view(piece.shape) for name, view, piece in zip(names, views, pieces, strict=True)}
+    return ServedAdapter(tensors, flat, max((layer.r[adapter] for _, layer in layers), default=0))
+
+
+def _walked(model: PeftModel, adapters: tuple[str, ...]) -> tuple[list[tuple[str, LoraLayer]], list[FSDPModule]]:
+    """The layers that carry the first of `adapters`, and the units of FSDP; looked for again when there are other adapters."""
+    known = model.__dict__.get("served_layers")
+    if known is None or known[0] != adapters:
+        base = model.get_base_model()
+        layers = [(n, m) for n, m in base.named_modules() if isinstance(m, LoraLayer) and adapters[0] in m.lora_A]
+        units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        known = model.__dict__["served_layers"] = adapters, layers, units
+    return known[1:]
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
