@@ -224,12 +224,81 @@ def test_replay_stops_recording_when_shapes_are_many(checkpoint, tmp_path, monke
     assert len(replays.recordings) == 1 and replays.full
 
 
-def test_replay_of_bf16_adapters_and_without_checkpointing(checkpoint, tmp_path):
-    fields = {"max_steps": 6, "adapter_dtype": "bfloat16", "gradient_checkpointing": False}
+def test_replay_of_bf16_adapters(checkpoint, tmp_path):
+    fields = {"max_steps": 6, "adapter_dtype": "bfloat16"}
     (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, **fields) for how in ("plain", "replayed"))
     assert replays.recordings
     # The fused linear rounds each product of a bf16 adapter once, PEFT several times.
     agree(logged(replayed), logged(plain), 2e-2)
+
+
+def test_without_checkpointing_each_layer_keeps_its_activations(checkpoint, tmp_path):
+    fields = {"max_steps": 10, "gradient_checkpointing": False, "gradient_accumulation_steps": 2, "lengths": (24, 24, 16, 16)}
+    (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, **fields) for how in ("plain", "replayed"))
+    agree(logged(replayed), logged(plain))
+    assert not replays.broken and replays.worst_error < 1e-5
+    kept, *others = replays.recordings.values()
+    # One shape keeps, layer by layer; others share recordings that compute again.
+    assert len(kept) == 8 and all(recording.keep and recording.kept is not None for recording in kept.values())
+    assert others and all(len(kinds) < 8 and not any(recording.keep for recording in kinds.values()) for kinds in others)
+
+
+def gradients_of_two_passes(checkpoint, tmp_path, between=None, **fields):
+    """Two forward passes, then one backward pass through both; gradients with and without replays."""
+    (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, max_steps=4, **fields) for how in ("plain", "replayed"))
+    rows = torch.randint(8, 300, (2, 2, 24))
+    found = []
+    with torch.no_grad():
+        for mine, other in zip(replayed.model.parameters(), plain.model.parameters(), strict=True):
+            if mine.requires_grad:
+                mine.copy_(other)
+    for trainer in (plain, replayed):
+        losses = [trainer.model.train()(input_ids=ids, labels=ids).loss for ids in rows]
+        if between is not None and trainer is replayed:
+            between(replays)
+        (losses[0] + 2 * losses[1]).backward()
+        found.append([p.grad for p in trainer.model.parameters() if p.requires_grad])
+    for got, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    return replays
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_two_forward_passes_before_a_backward_one(checkpoint, tmp_path, checkpointing):
+    replays = gradients_of_two_passes(checkpoint, tmp_path, gradient_checkpointing=checkpointing)
+    assert replays.recordings and not replays.broken
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_replays_end_between_forward_and_backward(checkpoint, tmp_path, checkpointing):
+    replays = gradients_of_two_passes(
+        checkpoint, tmp_path, lambda replays: replays.give_up("a test says so"), gradient_checkpointing=checkpointing
+    )
+    assert replays.broken and not replays.recordings
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_out_of_memory_while_recording(checkpoint, tmp_path, monkeypatch, checkpointing):
+    """What keeps activations gives way to what computes them again, and that to no replays; training goes on."""
+    made = []
+
+    def full(self, function):
+        made.append(self.kept_shape)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(OnCpu, "record", full)
+    fields = {"max_steps": 5, "gradient_checkpointing": checkpointing}
+    (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, **fields) for how in ("plain", "replayed"))
+    agree(logged(replayed), logged(plain))
+    assert replays.broken and not replays.recordings
+    assert len(made) == (1 if checkpointing else 2)
+
+
+def test_no_room_beside_a_step(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(OnCpu, "leave_room", lambda self, step_bytes: False)
+    (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, max_steps=5) for how in ("plain", "replayed"))
+    agree(logged(replayed), logged(plain))
+    assert replays.broken and not replays.recordings
 
 
 def test_a_replay_that_differs_is_noticed(checkpoint, tmp_path, monkeypatch):

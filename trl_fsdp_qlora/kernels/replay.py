@@ -6,11 +6,13 @@ third of a millisecond for 35 layers) and inputs are copied to them, from wherev
 that is where the unit was gathered. Weights are frozen and layers of a kind differ in nothing else, so few recordings serve
 a whole model.
 
-The backward recording computes the layer again from its inputs. That is gradient checkpointing, and nothing but the
-inputs of a layer is kept between the two, whatever `gradient_checkpointing` says.
+With gradient checkpointing, the backward recording computes the layer again from its inputs, and nothing but those is kept
+between the two. Without it, each layer has recordings of its own, for one shape of batch: what the backward pass needs stays in
+their memory. Should a second forward pass have written over it, the backward pass runs the forward recording again.
 
 The first replay of each layer is compared with the layer's own operations, forward and backward. If they differ, replaying
-stops with a warning, and training goes on without it.
+stops with a warning, and training goes on without it. So it does when recordings would not leave a whole step the memory it took
+without them; backward passes under way then issue the operations of their layers.
 
 A shape is recorded when a layer meets it for the second time, and the first few such shapes are kept. Everything else (other
 shapes, generation with a cache, dropout, hooks on inner modules) takes the layer's own forward.
@@ -35,6 +37,8 @@ logger = get_logger(__name__)
 # Shapes of a batch that are recorded; each costs a few seconds once, and tens of MiB.
 MAX_SHAPES = 4
 RECORD_AT = 2
+# Of the memory there is, what a step may take beside recordings.
+MAX_MEMORY = 0.97
 # Relative error of a replay against the same operations issued one by one; the same kernels, so far less is seen.
 MAX_ERROR = 2e-2
 INPUTS = ("x", "ple", "k", "v", "cos", "sin", "mask")
@@ -54,6 +58,8 @@ class Kind:
     run: Callable
     # The places of A and B of each adapter that counts now, and numbers that are recorded with them; None to not replay.
     adapters: Callable
+    # Whether what the backward pass needs may be kept.
+    keeps: Callable = lambda: False
 
 
 class Replays:
@@ -63,10 +69,12 @@ class Replays:
         self.device = device
         self.recordings: dict[tuple, dict[tuple, Recording]] = {}
         self.broken = self.full = False
+        self.kept_shape: tuple | None = None  # of batches whose activations are kept; () once that failed
         self.seconds = 0.0  # spent on recording and checking
         self.worst_error = 0.0
         self._pool = self._stream = self._arena = None
         self._buffers: dict[tuple, torch.Tensor] = {}
+        self._pool_bytes = 0
 
     def __deepcopy__(self, memo):
         return self
@@ -83,12 +91,49 @@ class Replays:
         return False
 
     def give_up(self, reason: str) -> None:
-        """No replays from now on; the memory goes back when the last backward pass under way is done."""
+        """No replays from now on, and their memory goes back."""
         self.broken = True
+        self.release()
+        logger.warning("CUDA graphs are off: %s", reason)
+
+    def release(self) -> None:
+        for kinds in self.recordings.values():
+            for recording in kinds.values():
+                recording.release()
         self.recordings.clear()
         self._buffers.clear()
-        self._arena = None
-        logger.warning("CUDA graphs are off: %s", reason)
+        self._arena, self._pool_bytes = None, 0
+        self._give_memory_back()
+
+    def stop_keeping(self) -> None:
+        """Activations are computed again from now on."""
+        logger.warning("No memory for CUDA graphs that keep activations: they compute them again, as with gradient checkpointing.")
+        self.kept_shape = ()
+        self.release()
+
+    def keeps(self, shape_key: tuple) -> bool:
+        if self.kept_shape is None:
+            self.kept_shape = shape_key
+        return self.kept_shape == shape_key
+
+    def leave_room(self, step_bytes: int) -> bool:
+        """Whether a step that took `step_bytes` without recordings fits beside them."""
+        if self.device.type != "cuda":
+            return True
+        free, total = torch.cuda.mem_get_info(self.device)
+        # Less than all of the card where others use it, or where the user said so.
+        limit = min(free + torch.cuda.memory_reserved(self.device), total * torch.cuda.get_per_process_memory_fraction(self.device))
+        fixed = [*self._buffers.values(), *([] if self._arena is None else [self._arena])]
+        return step_bytes + self._pool_bytes + sum(t.numel() * t.element_size() for t in fixed) <= MAX_MEMORY * limit
+
+    def peak_bytes(self) -> int:
+        """What training took at most so far. A shape is recorded when it comes again, so one whole step is in it."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def _give_memory_back(self) -> None:
+        # What one stream has freed, another cannot use.
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def warm_up(self, function):
         """`function` once outside a recording: kernels are compiled, libraries set up on the stream that records."""
@@ -101,10 +146,12 @@ class Replays:
         return result
 
     def record(self, function) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+        self._give_memory_back()
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved(self.device)
         # Other threads (data loading, NCCL's watchdog) may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             function()
+        self._pool_bytes += torch.cuda.memory_reserved(self.device) - before
         return graph
 
     def weights_like(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -180,9 +227,11 @@ def _given(inputs: dict) -> list[torch.Tensor]:
 class Recording:
     """A kind of layer for one shape of batch: fixed tensors, and the graphs that run on them."""
 
-    def __init__(self, layer: LayerReplay, adapter_places: list[Place], inputs: dict, wants: dict[str, bool], grad: bool):
+    def __init__(self, layer: LayerReplay, adapter_places: list[Place], inputs: dict, wants: dict[str, bool], grad: bool, keep: bool):
         replays = layer.replays
-        self.replays, self.wants, self.backward_graph = replays, wants, None
+        self.replays, self.wants, self.keep, self.released = replays, wants, keep, False
+        self.forward_graph = self.backward_graph = self.kept = None
+        self.forwards = 0  # counts what has been written to the memory that is kept
         self.inputs = {name: None if t is None else replays.buffer_like(name, t) for name, t in inputs.items()}
         places = layer.kind.packed + layer.kind.other + adapter_places
         originals = [owner[key].detach().as_subclass(torch.Tensor) for owner, key in places]
@@ -190,6 +239,8 @@ class Recording:
         n_packed = len(layer.kind.packed)
         self.trains = [owner[key].requires_grad for owner, key in adapter_places]
         targets = [as_integers(t) for t in stand_ins[:n_packed]] + stand_ins[n_packed:] + _given(self.inputs)
+        # Behind autograd's back: what a kept forward pass has saved of them is there again before its backward pass.
+        targets = [t.data for t in targets]
         sources = [as_integers(t) for t in originals[:n_packed]] + originals[n_packed:] + _given(inputs)
         self.launches = [(group, [targets[i] for i in group]) for group in _launches(targets, sources)]
         self.load(layer, originals[len(originals) - len(adapter_places) :], inputs)
@@ -200,20 +251,21 @@ class Recording:
             with torch.autocast(replays.device.type, enabled=False), _in_place_of(places, stand_ins):
                 yield layer.kind.run
 
-        def forward():
-            with torch.no_grad(), on_fixed_tensors() as run:
-                torch._foreach_copy_(self.outputs, list(run(**self.inputs)))
-
-        def outputs():
+        def compute():
             with torch.no_grad(), on_fixed_tensors() as run:
                 return run(**self.inputs)
 
-        self.outputs = [replays.buffer_like(f"out{i}", t) for i, t in enumerate(replays.warm_up(outputs))]
-        self.forward_graph = replays.record(forward)
+        def forward():
+            torch._foreach_copy_(self.outputs, list(compute()))
+
+        self.outputs = [replays.buffer_like(f"out{i}", t) for i, t in enumerate(replays.warm_up(compute))]
+        if not keep:
+            self.forward_graph = replays.record(forward)
         if grad:
             self._record_backward(on_fixed_tensors, stand_ins, len(adapter_places))
 
     def _record_backward(self, on_fixed_tensors, stand_ins: list[torch.Tensor], n_adapters: int) -> None:
+        """The backward pass of what is computed again, or of a forward pass that is recorded here and keeps what it takes."""
         replays = self.replays
         leaves = {name: t.detach().requires_grad_() for name, t in self.inputs.items() if self.wants[name]}
         first_adapter = len(stand_ins) - n_adapters
@@ -229,17 +281,34 @@ class Recording:
         self.d_inputs = {name: replays.buffer_like(f"d_{name}", t) for name, t in leaves.items()}
         results = [*self.d_inputs.values(), *_unflatten_dense_tensors(self.flat, trained)]
 
+        def forward():
+            with torch.enable_grad(), on_fixed_tensors() as run:
+                self.kept = run(**{**self.inputs, **leaves})
+            with torch.no_grad():
+                torch._foreach_copy_(self.outputs, list(self.kept))
+
         def backward():
             with torch.enable_grad(), on_fixed_tensors() as run:
-                outputs = run(**{**self.inputs, **leaves})
+                outputs = self.kept if self.keep else run(**{**self.inputs, **leaves})
                 used, d_used = zip(*((o, d) for o, d in zip(outputs, self.d_outputs, strict=True) if o.requires_grad), strict=True)
-                gradients = torch.autograd.grad(used, wanted, d_used, allow_unused=True)
+                gradients = torch.autograd.grad(used, wanted, d_used, allow_unused=True, retain_graph=self.keep)
             with torch.no_grad():
                 for result, gradient in zip(results, gradients, strict=True):
                     result.zero_() if gradient is None else result.copy_(gradient)
 
+        if self.keep:
+            replays.warm_up(forward)
         replays.warm_up(backward)
+        if self.keep:
+            self.kept = None
+            self.forward_graph = replays.record(forward)
         self.backward_graph = replays.record(backward)
+
+    def release(self) -> None:
+        """Give up graphs and tensors; whoever still wants a backward pass issues the layer's operations."""
+        self.released = True
+        self.forward_graph = self.backward_graph = self.kept = None
+        self.inputs = self.outputs = self.launches = self.d_outputs = self.d_inputs = self.flat = None
 
     def load(self, layer: LayerReplay, adapters: list[torch.Tensor], inputs: dict) -> None:
         """Copy everything that a replay reads to where it reads it."""
@@ -250,9 +319,13 @@ class Recording:
 
     def forward(self) -> list[torch.Tensor]:
         self.forward_graph.replay()
+        self.forwards += 1
         return [t.clone() for t in self.outputs]
 
-    def backward(self, d_outputs) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def backward(self, d_outputs, of_forward: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        if self.keep and of_forward != self.forwards:
+            self.forward_graph.replay()
+            self.forwards += 1
         for target, source in zip(self.d_outputs, d_outputs, strict=True):
             target.copy_(source)
         self.backward_graph.replay()
@@ -267,6 +340,7 @@ class _Replayed(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         recording.load(layer, list(tensors[len(INPUTS) :]), inputs)
         outputs = recording.forward()
+        ctx.of_forward = recording.forwards
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @staticmethod
@@ -274,22 +348,55 @@ class _Replayed(torch.autograd.Function):
         tensors = ctx.saved_tensors
         inputs, adapters = dict(zip(INPUTS, tensors, strict=False)), tensors[len(INPUTS) :]
         recording = ctx.recording
-        recording.load(ctx.layer, list(adapters), inputs)
-        d_inputs, flat = recording.backward(d_outputs)
-        trained = [t for t, trains in zip(adapters, recording.trains, strict=True) if trains]
-        gradients = iter(_unflatten_dense_tensors(flat, trained))
+        if recording.released:
+            _, gradients = _issue(ctx.layer, inputs, adapters, recording.wants, recording.trains, lambda _: d_outputs)
+            gradients = iter(gradients)
+            d_inputs = {name: next(gradients) for name in INPUTS if recording.wants[name]}
+        else:
+            recording.load(ctx.layer, list(adapters), inputs)
+            d_inputs, flat = recording.backward(d_outputs, ctx.of_forward)
+            trained = [t for t, trains in zip(adapters, recording.trains, strict=True) if trains]
+            gradients = iter(_unflatten_dense_tensors(flat, trained))
         d_adapters = [next(gradients) if trains else None for trains in recording.trains]
         return None, None, *(d_inputs.get(name) for name in INPUTS), *d_adapters
 
 
-def _make_recording(layer, places, inputs, wants, grad) -> Recording | None:
-    begin = time.perf_counter()
+def _issue(layer: LayerReplay, inputs: dict, adapters, wants: dict[str, bool], trains, make_d_outputs: Callable | None):
+    """Outputs of `layer`, its operations issued one by one, and gradients of the inputs and adapters that want one."""
+    leaves = {name: None if t is None else t.detach().requires_grad_(wants[name]) for name, t in inputs.items()}
+    adapters = [t.detach().requires_grad_(wanted) for t, wanted in zip(adapters, trains, strict=True)]
+    places, _ = layer.kind.adapters()
+    grad = make_d_outputs is not None
+    with (
+        torch.set_grad_enabled(grad), torch.autocast(layer.replays.device.type, enabled=False), _in_place_of(places, adapters),
+    ):  # fmt: skip
+        outputs = list(layer.kind.run(**leaves))
+        if not grad:
+            return outputs, []
+        wanted = [t for t in (*leaves.values(), *adapters) if t is not None and t.requires_grad]
+        d_outputs = make_d_outputs(outputs)
+        used, d_used = zip(*((o, d) for o, d in zip(outputs, d_outputs, strict=True) if o.requires_grad), strict=True)
+        gradients = torch.autograd.grad(used, wanted, d_used, allow_unused=True)
+    return outputs, [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, gradients, strict=True)]
+
+
+def _make_recording(layer, places, inputs, wants, grad, keep) -> Recording | None:
+    """None if there can be none: then replays are off, or no longer keep anything."""
+    begin, replays = time.perf_counter(), layer.replays
+    step_bytes = replays.peak_bytes()
     try:
-        recording = Recording(layer, places, inputs, wants, grad)
+        recording = Recording(layer, places, inputs, wants, grad, keep)
     except RuntimeError as error:  # out of memory included
-        layer.replays.give_up(f"recording one failed. {str(error).splitlines()[0]}")
-        return None
-    layer.replays.seconds += time.perf_counter() - begin
+        failure = str(error).splitlines()[0]
+        recording, out_of_memory = None, isinstance(error, torch.OutOfMemoryError)
+    replays.seconds += time.perf_counter() - begin
+    if recording is None:
+        replays.stop_keeping() if keep and out_of_memory else replays.give_up(f"recording one failed. {failure}")
+    # What is kept takes the place of what a step without recordings kept, and is seen when it does not fit.
+    elif not keep and not replays.leave_room(step_bytes):
+        recording.release()
+        recording = None
+        replays.give_up("a step needs the memory. Shorter rows, a smaller batch, or a smaller `mlp_tile_size` leave them some.")
     return recording
 
 
@@ -299,7 +406,10 @@ def _same_as_issued(layer: LayerReplay, recording: Recording, inputs: dict, adap
     try:
         worst = _replay_error(layer, recording, inputs, adapters, grad)
     except torch.OutOfMemoryError:
-        layer.replays.give_up("there is no memory for their check. Shorter rows, a smaller batch or `mlp_tile_size` leave some.")
+        worst = None
+    if worst is None:
+        replays = layer.replays
+        replays.stop_keeping() if recording.keep else replays.give_up("there is no memory to check one.")
         return False
     layer.checked.add(recording)
     layer.replays.seconds += time.perf_counter() - begin
@@ -311,25 +421,17 @@ def _same_as_issued(layer: LayerReplay, recording: Recording, inputs: dict, adap
 
 def _replay_error(layer: LayerReplay, recording: Recording, inputs: dict, adapters: list[torch.Tensor], grad: bool) -> float:
     """The largest relative error of an output or gradient of a replay against the operations of `layer` issued one by one."""
-    leaves = {name: t.detach().requires_grad_(recording.wants[name]) if t is not None else None for name, t in inputs.items()}
-    with torch.set_grad_enabled(grad), torch.autocast(layer.replays.device.type, enabled=False):
-        expected = list(layer.kind.run(**leaves))
     # Any gradients will do; drawing some would move the random numbers of training.
-    d_outputs = [t.detach().flip(-1) for t in expected]
-    if grad:
-        wanted = [t for t in leaves.values() if t is not None and t.requires_grad] + [t for t in adapters if t.requires_grad]
-        used, d_used = zip(*((o, d) for o, d in zip(expected, d_outputs, strict=True) if o.requires_grad), strict=True)
-        grads = torch.autograd.grad(used, wanted, d_used, allow_unused=True)
-        expected += [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, grads, strict=True)]
+    d_outputs = (lambda outputs: [t.detach().flip(-1) for t in outputs]) if grad else None
+    outputs, gradients = _issue(layer, inputs, adapters, recording.wants, recording.trains if grad else [False] * len(adapters), d_outputs)
     with torch.no_grad():
         recording.load(layer, adapters, inputs)
         got = recording.forward()
         if grad:
-            d_inputs, flat = recording.backward(d_outputs)
+            d_inputs, flat = recording.backward(d_outputs(outputs), recording.forwards)
             got += [*d_inputs.values(), *_unflatten_dense_tensors(flat, [t for t in adapters if t.requires_grad])]
-        errors = [(a - b).float().norm() / b.float().norm().clamp_min(1e-12) for a, b in zip(got, expected, strict=True)]
-        worst = torch.stack(errors).max().item()
-    return worst
+        errors = [(a - b).float().norm() / b.float().norm().clamp_min(1e-12) for a, b in zip(got, outputs + gradients, strict=True)]
+        return torch.stack(errors).max().item()
 
 
 def _like(tensor: torch.Tensor | None) -> tuple | None:
@@ -350,8 +452,9 @@ def replay(layer: LayerReplay, x, ple, k, v, cos, sin, mask):
     shape_key = (tuple(x.shape), _like(mask))
     wants = {name: grad and t is not None and t.requires_grad for name, t in inputs.items()}
     trains = tuple(t.requires_grad for t in tensors) if grad else None
+    keep = grad and layer.kind.keeps() and layer.replays.keeps(shape_key)
     kind_key = (
-        layer.kind.constants, numbers, grad, trains, tuple(wants.values()),
+        layer.kind.constants, numbers, grad, trains, tuple(wants.values()), id(layer) if keep else None,
         tuple(_like(t) for t in inputs.values()), tuple(_like(t) for t in tensors),
     )  # fmt: skip
     recording = layer.replays.recordings.get(shape_key, {}).get(kind_key)
@@ -359,7 +462,7 @@ def replay(layer: LayerReplay, x, ple, k, v, cos, sin, mask):
         layer.met[shape_key, grad] += 1
         if layer.met[shape_key, grad] < RECORD_AT or not layer.replays.may_record(shape_key):
             return None
-        recording = _make_recording(layer, places, inputs, wants, grad)
+        recording = _make_recording(layer, places, inputs, wants, grad, keep)
         if recording is None:
             return None
         if shape_key not in layer.replays.recordings:
