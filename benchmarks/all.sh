@@ -25,7 +25,7 @@ done
 offloaded_31b() { make 31b; python3 benchmarks/memory.py "$models/31b" --name 31b --contenders ours --extra activation_offloading=true --out $results/memory_31b.json; }
 experts() { make 26b_a4b; A4B_CHECKPOINT=$models/26b_a4b gpu_tests experts tests/gpu/test_experts_gpu.py; }
 rollouts() { gpu_tests grpo tests/gpu/test_grpo_gpu.py; }
-grpo() { python3 benchmarks/grpo_smollm2.py --out $results/grpo_smollm2.json; }
+grpo() { python3 benchmarks/grpo_smollm2.py --at_once --out $results/grpo_smollm2.json; }
 
 [ $# -gt 0 ] || { sed -n '2,4s/^# //p' "$0"; exit 1; }
 for part in "$@"; do

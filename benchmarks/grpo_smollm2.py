@@ -116,9 +116,15 @@ def judge(rewards: list[float]) -> dict:
 def compare(args) -> None:
     results = []
     commands = {seed: [sys.executable, __file__, *sys.argv[1:], "--only", str(seed)] for seed in args.seeds}
-    started = {seed: subprocess.Popen(c, stdout=subprocess.PIPE, text=True) for seed, c in commands.items() if args.at_once}
-    for seed, command in commands.items():
-        process = started.get(seed) or subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def start(seed: int) -> subprocess.Popen:
+        # Of processes that start at the same moment, each would find the same port free.
+        environment = {**os.environ, "MASTER_PORT": str(29510 + seed)}
+        return subprocess.Popen(commands[seed], stdout=subprocess.PIPE, text=True, env=environment)
+
+    started = {seed: start(seed) for seed in commands if args.at_once}
+    for seed in commands:
+        process = started.get(seed) or start(seed)
         printed, _ = process.communicate()
         line = next((li for li in printed.splitlines() if li.startswith("RESULT ")), None)
         if line is None:
@@ -127,7 +133,8 @@ def compare(args) -> None:
         summary = {key: value for key, value in results[-1].items() if key != "steps"}
         print(json.dumps(summary), flush=True)
     os.makedirs(os.path.dirname(os.path.abspath(args.out)), exist_ok=True)
-    setting = {k: v for k, v in vars(args).items() if k in ("steps", "batch", "generations", "tokens", "learning_rate", "at_once", "plain", "extra")}
+    shown = ("steps", "batch", "generations", "tokens", "learning_rate", "at_once", "plain", "extra")
+    setting = {key: value for key, value in vars(args).items() if key in shown}
     content = {"task": TASK, "options": OPTIONS, **setting, "learnt": all(r["learnt"] for r in results), "seeds": results}
     Path(args.out).write_text(json.dumps(content, indent=1) + "\n")
     draw(results, str(Path(args.out).with_suffix(".png")))

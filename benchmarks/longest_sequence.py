@@ -34,15 +34,15 @@ def parse():
 def _forget_recordings(model) -> None:
     """A training run knows one length; here each comes in its place."""
     for replays in {id(m.replay.replays): m.replay.replays for m in model.modules() if hasattr(m, "replay")}.values():
-        replays.recordings.clear()
-        replays._buffers.clear()
-        replays._arena, replays.broken = None, False
+        replays.release()
+        replays.broken = False
 
 
 def main():
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer
+    from trl.models import get_act_offloading_ctx_manager
 
     from trl_fsdp_qlora import QLoRASFTConfig, QLoRASFTTrainer
 
@@ -85,6 +85,8 @@ def main():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             _forget_recordings(model)
+            if config.activation_offloading:  # one that an earlier failure interrupted holds on to its tensors
+                trainer.maybe_activation_offload_context = get_act_offloading_ctx_manager(model=trainer.model)
             try:
                 seconds = [step(length) for _ in range(STEPS)][-1]
             except torch.OutOfMemoryError:

@@ -10,7 +10,7 @@ from torch import nn
 from tests.tiny import logged, sft_config, token_rows
 from trl_fsdp_qlora import QLoRASFTTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4
-from trl_fsdp_qlora.kernels import attention, fusing, gemma4, joined_layers, replay, walks
+from trl_fsdp_qlora.kernels import attention, fusing, gemma4, joined_layers, recording, replay, walks
 from trl_fsdp_qlora.kernels.qlora_linear import LinearGroup, QLoRALinear, Slot, qlora_linear_reference
 
 CPU = torch.device("cpu")
@@ -295,7 +295,7 @@ def test_out_of_memory_while_recording(checkpoint, tmp_path, monkeypatch, checkp
 
 
 def test_no_room_beside_a_step(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(OnCpu, "leave_room", lambda self, step_bytes: False)
+    monkeypatch.setattr(OnCpu, "leaves_room", lambda self, shape_key: False)
     (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, max_steps=5) for how in ("plain", "replayed"))
     agree(logged(replayed), logged(plain))
     assert replays.broken and not replays.recordings
@@ -305,7 +305,7 @@ def test_a_replay_that_differs_is_noticed(checkpoint, tmp_path, monkeypatch):
     """Recordings that go on using the weights of the layer they were made of: layers that share one must not be trained on it."""
 
     def without_packed(self):
-        return [replay.as_integers(owner[key].detach().as_subclass(torch.Tensor)) for owner, key in first.kind.packed]
+        return [recording.as_integers(owner[key].detach().as_subclass(torch.Tensor)) for owner, key in first.kind.packed]
 
     def change(trainer):
         nonlocal first
@@ -430,9 +430,9 @@ def test_shortened_walks_notice_what_comes_later_and_follow_a_copy(checkpoint, t
 def test_packed_bytes_are_copied_as_integers():
     every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)[:, None]
     target = torch.zeros_like(every)
-    torch._foreach_copy_([replay.as_integers(target)], [replay.as_integers(every)])
+    torch._foreach_copy_([recording.as_integers(target)], [recording.as_integers(every)])
     assert torch.equal(target.view(torch.int16), every.view(torch.int16))
-    assert replay.as_integers(every[1:]).dtype == torch.uint8
+    assert recording.as_integers(every[1:]).dtype == torch.uint8
 
 
 def test_nothing_changes_on_the_cpu(checkpoint, tmp_path):
