@@ -15,6 +15,8 @@ NAMES = {
     "trl": "TRL, its defaults",
     "trl_bf16": "TRL, unquantised parts in bf16",
     "ours": "**this project**",
+    "ours_plain": "this project, `fused=False`",
+    "unsloth": "Unsloth",
     "ours_fsdp_config": "this project, FSDP2 config, one process",
 }
 
@@ -60,7 +62,31 @@ def longest_table() -> str:
     return "\n".join([*lines, "", where(entries[0])])
 
 
-TABLES = {"memory": memory_table, "longest": longest_table}
+def speed_table() -> str:
+    """Each contender beside stock TRL in the same run: with its defaults, or else in bf16."""
+    entries = load("speed_*.json")
+    if not entries:
+        return "No results yet."
+    lines = [
+        "| model | seq × batch | contender | tokens/s | × stock | step ms | GPU busy ms | launches | of the floor | peak GiB (reserved) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for e in entries:
+        start = f"| {e['model'].upper()} | {e['seq']} × {e['batch']} | {NAMES.get(e['contender'], e['contender'])} |"
+        if "error" in e:
+            lines.append(f"{start} failed: {e['error']} | | | | | | |")
+            continue
+        place = [other for other in entries if all(other[key] == e[key] for key in ("model", "seq", "batch")) and "error" not in other]
+        stock = next((o for name in ("trl", "trl_bf16") for o in place if o["contender"] == name), None)
+        ratio = f"{e['tokens_per_second'] / stock['tokens_per_second']:.2f}" if stock else ""
+        lines.append(
+            f"{start} {e['tokens_per_second']:,} | {ratio} | {e['step_ms']:.0f} | {e['busy_ms']:.0f} | {e['launches']:,} "
+            f"| {e['floor']:.0%} | {e['train_peak_gib']:.2f} ({e['train_reserved_gib']:.2f}) |"
+        )
+    return "\n".join([*lines, "", where(entries[0])])
+
+
+TABLES = {"memory": memory_table, "speed": speed_table, "longest": longest_table}
 
 
 def main() -> None:
