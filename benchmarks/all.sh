@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every measurement on one GPU, in parts; results go to benchmarks/results, and the tables of docs/benchmarks.md are made from them.
-#   benchmarks/all.sh tests kernels memory_e2b speed_e2b longest_e2b memory_31b experts grpo ...   (the names of the parts are the functions below)
+#   benchmarks/all.sh tests kernels memory_e2b speed_e2b batches_e2b longest_e2b memory_31b experts grpo ...   (the names of the parts are the functions below)
 #   MODELS=DIR    where checkpoints are made (random weights at the real shapes; 31b takes 58 GB, 26b_a4b 51 GB)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,12 +14,17 @@ gpu_tests() {  # NAME PYTEST-ARGUMENTS...
     sed -n 's/^.*RESULT //p' /tmp/gpu_tests.txt | python3 -c 'import json, sys; json.dump([json.loads(line) for line in sys.stdin], open(sys.argv[1], "w"), indent=1)' "$results/gpu_tests_$1.json"
 }
 
+speed() { python3 benchmarks/speed.py "$models/$1" --name "$1" --out "$results/speed_$1.json" "${@:2}"; }
+batches_e2b() {  # batch 4, rows of 8192, and both
+    make e2b
+    for shape in "--batch 4" "--seq 8192" "--batch 4 --seq 8192"; do speed e2b --steps 10 --contenders trl_bf16 ours ours_kept $shape; done
+}
 tests() { make e2b; E2B_CHECKPOINT=$models/e2b gpu_tests sft tests/gpu/test_sft_gpu.py; }
 kernels() { gpu_tests kernels tests/gpu/test_kernels_gpu.py; }
-agreement() { make e2b; python3 benchmarks/speed.py "$models/e2b" --name e2b --contenders ours_plain ours --steps 50 --out $results/speed_e2b.json; }
+agreement() { make e2b; speed e2b --contenders trl ours ours_plain --steps 50; }
 for size in e2b e4b 31b 26b_a4b; do
     eval "memory_$size() { make $size; python3 benchmarks/memory.py $models/$size --name $size --out $results/memory_$size.json; }"
-    eval "speed_$size() { make $size; python3 benchmarks/speed.py $models/$size --name $size --out $results/speed_$size.json; }"
+    eval "speed_$size() { make $size; speed $size; }"
     eval "longest_$size() { make $size; python3 benchmarks/longest_sequence.py $models/$size --name $size --seconds 400 --out $results/longest_$size.json; }"
 done
 offloaded_31b() { make 31b; python3 benchmarks/memory.py "$models/31b" --name 31b --contenders ours --extra activation_offloading=true --out $results/memory_31b.json; }

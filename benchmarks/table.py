@@ -16,6 +16,8 @@ NAMES = {
     "trl_bf16": "TRL, unquantised parts in bf16",
     "ours": "**this project**",
     "ours_plain": "this project, `fused=False`",
+    "ours_kept": "this project, `gradient_checkpointing=False`",
+    "ours_16bit": "this project, `load_in_4bit=False`",
     "unsloth": "Unsloth",
     "ours_fsdp_config": "this project, FSDP2 config, one process",
 }

@@ -1,5 +1,6 @@
 """Mixtures of experts on one GPU: the numbers of one layer an expert, and the limits of memory at the shape of Gemma 4 26B-A4B."""
 
+import gc
 import json
 import os
 
@@ -60,6 +61,8 @@ def test_memory_at_the_real_shape(tmp_path, seq, rank, limit_gib):
     folder = os.environ.get("A4B_CHECKPOINT")
     if not folder:
         pytest.skip("A4B_CHECKPOINT is not set")
+    gc.collect()  # a trainer of another test, which refers to itself
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     config = sft_config(tmp_path, use_cpu=False, max_steps=4, per_device_train_batch_size=1, learning_rate=1e-4, lora_experts_r=rank)
     trainer = QLoRASFTTrainer(folder, config, train_dataset=token_rows(1, (seq,)))
