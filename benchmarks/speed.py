@@ -1,7 +1,6 @@
 """Speed of QLoRA training: stock TRL (defaults, and tuned), this project without and with fused operations, and Unsloth if it is installed.
 
     python benchmarks/speed.py CHECKPOINT --name e2b --out benchmarks/results/speed.json
-    python benchmarks/speed.py --table benchmarks/results/speed.json
 
 Each contender trains in a process of its own, on the same checkpoint and the same random tokens, as `memory.py` sets them up.
 `step_ms`: median after the warm-up. `busy_ms`, `kernels`, `launches` (by the host): of one profiled step. `host_ms`: what the
@@ -19,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import memory
+from table import speed_table
 
 CONTENDERS = ("trl", "trl_bf16", "ours_plain", "ours", "ours_kept", "ours_16bit", "unsloth")
 # Config fields of this project's contenders: `ours_kept` keeps activations, `ours_16bit` trains LoRA on an unquantised base.
@@ -34,7 +34,7 @@ WARM_UP = 4  # compiling; shapes are recorded in the second step
 
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", nargs="?")
+    parser.add_argument("checkpoint")
     parser.add_argument("--name", default=None, help="name of the model in the result")
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
@@ -46,7 +46,6 @@ def parse(argv=None):
     )
     parser.add_argument("--host_profile", action="store_true", help="print where this project's host time goes in one step")
     parser.add_argument("--out", default=None, help="JSON file that the results are added to")
-    parser.add_argument("--table", default=None, help="print the results in this file as a table, and stop")
     parser.add_argument("--only", default=None, help=argparse.SUPPRESS)  # this process is one contender
     args = parser.parse_args(argv)
     args.one_batch, args.memory_gib = False, None
@@ -55,9 +54,6 @@ def parse(argv=None):
 
 def main() -> None:
     args = parse()
-    if args.table:
-        print(table(json.loads(Path(args.table).read_text())))
-        return
     if args.only:
         print("RESULT " + json.dumps(run(args.only, args)), flush=True)
         return
@@ -77,7 +73,7 @@ def main() -> None:
             notes = [li for li in done.stderr.splitlines() if "fused operations" in li or "CUDA graph" in li]
             print("\n".join(notes + [li for li in done.stdout.splitlines() if not li.startswith(("RESULT ", "{'"))]), flush=True)
         print({k: v for k, v in results[-1].items() if k not in ("loss", "grad_norm", "versions")}, flush=True)
-    print(table(results), flush=True)
+    print(speed_table(results), flush=True)
     if args.out:
         memory.write(Path(args.out), results)
 
@@ -256,27 +252,6 @@ def unsloth_trainer(args):
         optim="adamw_torch_fused",
     )  # fmt: skip
     return SFTTrainer(model, config, train_dataset=Dataset.from_dict({"input_ids": rows.tolist()}), processing_class=tokenizer)
-
-
-def table(results: list[dict]) -> str:
-    """Markdown, each contender beside stock TRL of the same model and shape."""
-    lines = ["| model | seq x batch | contender | tokens/s | against stock | step ms | busy ms | launches | floor | peak GiB (reserved) |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|---|")
-    stock: dict[tuple, int] = {}
-    for r in results:
-        place = r["model"], r["seq"], r["batch"]
-        if "error" in r:
-            lines.append(f"| {r['model']} | {r['seq']} x {r['batch']} | {r['contender']} | failed: {r['error'][:60]} |||||||")
-            continue
-        if r["contender"] == "trl":
-            stock[place] = r["tokens_per_second"]
-        ratio = f"{r['tokens_per_second'] / stock[place]:.2f}" if place in stock else ""
-        lines.append(
-            f"| {r['model']} | {r['seq']} x {r['batch']} | {r['contender']} | {r['tokens_per_second']} | {ratio} | {r['step_ms']} "
-            f"| {r.get('busy_ms', '')} | {r.get('launches', '')} | {r['floor']:.0%} "
-            f"| {r['train_peak_gib']:.2f} ({r['train_reserved_gib']:.2f}) |"
-        )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -64,9 +64,9 @@ def longest_table() -> str:
     return "\n".join([*lines, "", where(entries[0])])
 
 
-def speed_table() -> str:
-    """Each contender beside stock TRL in the same run: with its defaults, or else in bf16."""
-    entries = load("speed_*.json")
+def speed_table(entries: list[dict] | None = None) -> str:
+    """Each contender beside stock TRL in the same run, with its defaults or else in bf16; of all results if none are given."""
+    entries = load("speed_*.json") if entries is None else entries
     if not entries:
         return "No results yet."
     lines = [
@@ -85,7 +85,7 @@ def speed_table() -> str:
             f"{start} {e['tokens_per_second']:,} | {ratio} | {e['step_ms']:.0f} | {e['busy_ms']:.0f} | {e['launches']:,} "
             f"| {e['floor']:.0%} | {e['train_peak_gib']:.2f} ({e['train_reserved_gib']:.2f}) |"
         )
-    return "\n".join([*lines, "", where(entries[0])])
+    return "\n".join([*lines, "", *(where(e) for e in entries[:1] if "gpu" in e)])
 
 
 TABLES = {"memory": memory_table, "speed": speed_table, "longest": longest_table}
