@@ -84,11 +84,7 @@ def run(contender: str, args) -> dict:
 
     args.extra = [*args.extra, *(f"{field}={json.dumps(value)}" for field, value in OURS.get(contender, {}).items())]
     start = time.perf_counter()
-    trainer = (
-        unsloth_trainer(args)
-        if contender == "unsloth"
-        else memory.make_trainer("ours" if contender in OURS else contender, args)
-    )
+    trainer = unsloth_trainer(args) if contender == "unsloth" else memory.make_trainer("ours" if contender in OURS else contender, args)
     load_seconds = time.perf_counter() - start
     load_peak = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
