@@ -55,7 +55,7 @@ class Kind:
     # The places of A and B of each adapter that counts now, and numbers that are recorded with them; None to not replay.
     adapters: Callable
     # Whether what the backward pass needs may be kept.
-    keeps: Callable = lambda: False
+    keeps: Callable
 
 
 class Replays:
@@ -94,6 +94,9 @@ class Replays:
         logger.warning("CUDA graphs are off: %s", reason)
 
     def release(self) -> None:
+        """Give all recordings and their memory back."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # one may be running
         for kinds in self.recordings.values():
             for recording in kinds.values():
                 recording.release()
