@@ -21,7 +21,10 @@ from accelerate.utils import gather_object
 from safetensors.torch import save_file
 
 from . import provenance, rollout_buffer, staging, training_state
+from .logging import get_logger
 from .resume import RANDOM_FILE, SCHEDULER_FILE, STATE_FILE, ResumeMixin
+
+logger = get_logger(__name__)
 
 
 class CheckpointMixin(ResumeMixin):
@@ -42,6 +45,7 @@ class CheckpointMixin(ResumeMixin):
             self._attempt(lambda: self._write_model(output_dir, adapters))
             return
         self.ranks.meet(f"`save_model({output_dir!r})`")
+        self._finish_current_push()  # it reads the files that are replaced now
         adapters = training_state.gather_adapters(self.model)
         self._failure = None
         self._attempt(lambda: self._replace_model(output_dir, adapters))
@@ -102,6 +106,9 @@ class CheckpointMixin(ResumeMixin):
         if self.args.push_to_hub:
             if self.args.hub_token:  # transformers pickles the arguments into what it uploads
                 self.args.hub_token = UnpicklableToken(self.args.hub_token)
+            if self.args.hub_always_push:
+                # transformers copies files over those that an upload under way may be reading, which then fails unseen.
+                self._finish_current_push()
             super()._push_from_checkpoint(final)
         if self.args.should_save:
             staging.rotate(run_dir, self.args.save_total_limit, {final, best or final})
@@ -123,6 +130,15 @@ class CheckpointMixin(ResumeMixin):
 
     def _get_output_dir(self, trial):
         return self._staged_run or super()._get_output_dir(trial)
+
+    def _finish_current_push(self):
+        super()._finish_current_push()
+        push = getattr(self, "push_in_progress", None)
+        for failure in [job.exception() for job in push.jobs if job.done() and not job.cancelled()] if push is not None else []:
+            if failure is not None:
+                logger.warning("An upload to the hub failed: %s: %s", type(failure).__name__, failure)
+        if push is not None:
+            self.push_in_progress = None
 
     def _push_from_checkpoint(self, checkpoint_folder):
         pass  # `_save_checkpoint` calls transformers' once the folder is in its place
