@@ -478,7 +478,7 @@ def probe_step(checkpoint: str, steps: int) -> None:
     from trl_fsdp_qlora import QLoRASFTConfig, QLoRASFTTrainer
     from trl_fsdp_qlora.kernels.fusing import apply_fused_layers
     from trl_fsdp_qlora.kernels.gemma4 import FusedGemma4TextDecoderLayer, replay_layer
-    from trl_fsdp_qlora.kernels.replay import Replays
+    from trl_fsdp_qlora.kernels.graph_pool import Replays
 
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     generator = torch.Generator().manual_seed(0)

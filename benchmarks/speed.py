@@ -58,18 +58,18 @@ def main() -> None:
         print("RESULT " + json.dumps(run(args.only, args)), flush=True)
         return
     results = []
+    about = {**memory.shape(args), "extra": args.extra, "run": time.strftime("%Y-%m-%d %H:%M:%S")}
     for contender in args.contenders:
         if contender == "unsloth" and find_spec("unsloth") is None:
             continue
         done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", contender], capture_output=True, text=True)
         line = next((li for li in done.stdout.splitlines() if li.startswith("RESULT ")), None)
         if line is None:
-            results.append(
-                {"contender": contender, **memory.shape(args), "error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
-            )
+            error = (done.stderr.strip().splitlines() or ["no output"])[-1][:300]
+            results.append({"contender": contender, **about, "error": error})
             print(done.stderr[-4000:], file=sys.stderr, flush=True)
         else:
-            results.append(json.loads(line.removeprefix("RESULT ")))
+            results.append({"contender": contender, **about, **json.loads(line.removeprefix("RESULT "))})
             notes = [li for li in done.stderr.splitlines() if "fused operations" in li or "CUDA graph" in li]
             print("\n".join(notes + [li for li in done.stdout.splitlines() if not li.startswith(("RESULT ", "{'"))]), flush=True)
         print({k: v for k, v in results[-1].items() if k not in ("loss", "grad_norm", "versions")}, flush=True)
@@ -132,10 +132,10 @@ def run(contender: str, args) -> dict:
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     measured = slice(WARM_UP, -2 if args.host_profile else -1)
     step = statistics.median(times[measured] or times)
-    flops = 6 * args.batch * args.seq * _frozen_numbers(trainer.model)
+    layers, head = _frozen_numbers(trainer.model)
+    # Forward and gradients of inputs; the head is always computed again, and layers unless their activations are kept.
+    flops = 2 * args.batch * args.seq * ((2 if contender == "ours_kept" else 3) * layers + 3 * head)
     return {
-        "contender": contender,
-        **memory.shape(args),
         "gpu": torch.cuda.get_device_name(),
         "versions": memory.versions(),
         "weights": "random",
@@ -214,7 +214,7 @@ def _print_gaps(on_device, shown: int) -> None:
         print(f"idle {length / 1000:6.2f} ms at {at / 1000:7.1f} ms, after {before[:60]}, before {after[:60]}")
 
 
-def _frozen_numbers(model) -> int:
+def _frozen_numbers(model) -> tuple[int, int]:
     """Numbers in the matrices that every token meets: frozen linear layers of the language model, and the head."""
     from torch import nn
 
@@ -224,7 +224,7 @@ def _frozen_numbers(model) -> int:
         for name, m in model.named_modules()
         if isinstance(m, nn.Linear) and "lora_" not in name and "tower" not in name and "embed_" not in name and "lm_head" not in name
     }
-    return sum(linears.values()) + config.hidden_size * config.vocab_size
+    return sum(linears.values()), config.hidden_size * config.vocab_size
 
 
 def unsloth_trainer(args):

@@ -32,22 +32,24 @@ def where(entry: dict) -> str:
     return f"{entry['gpu']}, {entry['weights']} weights; {versions}."
 
 
-def memory_table() -> str:
-    entries = load("memory_*.json")
-    if not entries:
-        return "No results yet."
-    lines = [
-        "| model | seq × batch | contender | load peak GiB | train peak GiB | reserved GiB | tokens/s |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def rows(entries: list[dict], columns: str, cells) -> str:
+    """A table with a row for each entry: what was run, then `cells(entry)`, or why it failed."""
+    names = ["model", "seq × batch", "contender", *columns.split(" | ")]
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for e in entries:
-        start = f"| {e['model'].upper()} | {e['seq']} × {e['batch']} | {NAMES.get(e['contender'], e['contender'])} |"
-        if "error" in e:
-            lines.append(f"{start} failed: {e['error']} | | | |")
-            continue
-        numbers = f" {e['load_peak_gib']:.2f} | {e['train_peak_gib']:.2f} | {e['train_reserved_gib']:.2f} | {e['tokens_per_second']:,} |"
-        lines.append(start + numbers)
-    return "\n".join([*lines, "", where(next(e for e in entries if "gpu" in e))])
+        extra = f", {', '.join(e['extra'])}" if e.get("extra") and e["contender"].startswith("ours") else ""
+        what = [e["model"].upper(), f"{e['seq']} × {e['batch']}", NAMES.get(e["contender"], e["contender"]) + extra]
+        found = [f"failed: {e['error']}"] + [""] * (len(names) - 4) if "error" in e else cells(e)
+        lines.append(f"| {' | '.join(what + found)} |")
+    return "\n".join([*lines, "", *(where(e) for e in [e for e in entries if "gpu" in e][:1])]) if entries else "No results yet."
+
+
+def memory_table() -> str:
+    def cells(e: dict) -> list[str]:
+        gib = [f"{e[key]:.2f}" for key in ("load_peak_gib", "train_peak_gib", "train_reserved_gib")]
+        return [*gib, f"{e['tokens_per_second']:,}"]
+
+    return rows(load("memory_*.json"), "load peak GiB | train peak GiB | reserved GiB | tokens/s", cells)
 
 
 def longest_table() -> str:
@@ -67,25 +69,17 @@ def longest_table() -> str:
 def speed_table(entries: list[dict] | None = None) -> str:
     """Each contender beside stock TRL in the same run, with its defaults or else in bf16; of all results if none are given."""
     entries = load("speed_*.json") if entries is None else entries
-    if not entries:
-        return "No results yet."
-    lines = [
-        "| model | seq × batch | contender | tokens/s | × stock | step ms | GPU busy ms | launches | of the floor | peak GiB (reserved) |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for e in entries:
-        start = f"| {e['model'].upper()} | {e['seq']} × {e['batch']} | {NAMES.get(e['contender'], e['contender'])} |"
-        if "error" in e:
-            lines.append(f"{start} failed: {e['error']} | | | | | | |")
-            continue
-        place = [other for other in entries if all(other[key] == e[key] for key in ("model", "seq", "batch")) and "error" not in other]
-        stock = next((o for name in ("trl", "trl_bf16") for o in place if o["contender"] == name), None)
+
+    def cells(e: dict) -> list[str]:
+        same = [o for o in entries if "error" not in o and all(o.get(key) == e.get(key) for key in ("run", "model", "seq", "batch"))]
+        stock = next((o for name in ("trl", "trl_bf16") for o in same if o["contender"] == name), None)
         ratio = f"{e['tokens_per_second'] / stock['tokens_per_second']:.2f}" if stock else ""
-        lines.append(
-            f"{start} {e['tokens_per_second']:,} | {ratio} | {e['step_ms']:.0f} | {e['busy_ms']:.0f} | {e['launches']:,} "
-            f"| {e['floor']:.0%} | {e['train_peak_gib']:.2f} ({e['train_reserved_gib']:.2f}) |"
-        )
-    return "\n".join([*lines, "", *(where(e) for e in entries[:1] if "gpu" in e)])
+        peak = f"{e['train_peak_gib']:.2f} ({e['train_reserved_gib']:.2f})"
+        speed = [f"{e['tokens_per_second']:,}", ratio, f"{e['step_ms']:.0f}", f"{e['busy_ms']:.0f}", f"{e['launches']:,}"]
+        return [*speed, f"{e['floor']:.0%}", peak]
+
+    columns = "tokens/s | × stock | step ms | GPU busy ms | launches | of the floor | peak GiB (reserved)"
+    return rows(entries, columns, cells)
 
 
 TABLES = {"memory": memory_table, "speed": speed_table, "longest": longest_table}

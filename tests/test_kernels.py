@@ -10,7 +10,7 @@ from torch import nn
 from tests.tiny import logged, sft_config, token_rows
 from trl_fsdp_qlora import QLoRASFTTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4
-from trl_fsdp_qlora.kernels import attention, fusing, gemma4, joined_layers, recording, replay, walks
+from trl_fsdp_qlora.kernels import attention, fusing, gemma4, graph_pool, joined_layers, recording, replay, walks
 from trl_fsdp_qlora.kernels.qlora_linear import LinearGroup, QLoRALinear, Slot, qlora_linear_reference
 
 CPU = torch.device("cpu")
@@ -157,7 +157,7 @@ class RunAgain:
         self.replay = function
 
 
-class OnCpu(replay.Replays):
+class OnCpu(graph_pool.Replays):
     """Recordings that run their function again, on the same fixed tensors."""
 
     def warm_up(self, function):
@@ -217,7 +217,7 @@ def test_replay_with_accumulation_padding_and_other_shapes(checkpoint, tmp_path)
 
 
 def test_replay_stops_recording_when_shapes_are_many(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(replay, "MAX_SHAPES", 1)
+    monkeypatch.setattr(graph_pool, "MAX_SHAPES", 1)
     fields = {"max_steps": 8, "lengths": (24, 24, 16, 16)}
     (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, **fields) for how in ("plain", "replayed"))
     agree(logged(replayed), logged(plain))

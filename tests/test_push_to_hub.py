@@ -6,10 +6,14 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from transformers.utils.hub import PushInProgress
+
+from trl_fsdp_qlora import QLoRASFTTrainer, checkpoint
 
 SCRIPT = """
 import sys
@@ -81,6 +85,17 @@ def hub():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
+
+
+def test_a_failed_upload_is_said(monkeypatch):
+    job = Future()
+    job.set_exception(OSError("connection lost"))
+    trainer = QLoRASFTTrainer.__new__(QLoRASFTTrainer)
+    trainer.push_in_progress = PushInProgress([job])
+    said = []
+    monkeypatch.setattr(checkpoint.logger, "warning", lambda message, *values: said.append(message % values))
+    trainer._finish_current_push()
+    assert said == ["An upload to the hub failed: OSError: connection lost"] and trainer.push_in_progress is None
 
 
 @pytest.mark.parametrize("strategy", ["end", "every_save", "all_checkpoints"])

@@ -5,6 +5,7 @@ Overridden of `transformers.Trainer`, and why:
 - `save_model`: adapters only, gathered on every rank, each file written whole. Every rank must call it.
 - `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`: a checkpoint is filled beside its place and renamed; only
   then is it uploaded, and older ones are removed.
+- `_finish_current_push`: an upload that failed in the background is said.
 - `create_model_card`: a full disk there must not leave the other ranks waiting.
 - `_save_optimizer_and_scheduler`: optimizer state whole and by parameter name.
 - `_save_rng_state`: random numbers of every rank in one file, and the completions GRPO still holds.
@@ -133,12 +134,12 @@ class CheckpointMixin(ResumeMixin):
 
     def _finish_current_push(self):
         super()._finish_current_push()
-        push = getattr(self, "push_in_progress", None)
-        for failure in [job.exception() for job in push.jobs if job.done() and not job.cancelled()] if push is not None else []:
-            if failure is not None:
-                logger.warning("An upload to the hub failed: %s: %s", type(failure).__name__, failure)
-        if push is not None:
-            self.push_in_progress = None
+        if getattr(self, "push_in_progress", None) is None:
+            return
+        for job in self.push_in_progress.jobs:
+            if job.exception() is not None:
+                logger.warning("An upload to the hub failed: %s: %s", type(job.exception()).__name__, job.exception())
+        self.push_in_progress = None
 
     def _push_from_checkpoint(self, checkpoint_folder):
         pass  # `_save_checkpoint` calls transformers' once the folder is in its place

@@ -47,7 +47,8 @@ class QLoRAArguments:
         mlp_tile_size: rows longer than this many tokens go through the MLP of a layer in tiles of that size, which bounds
             its memory; 0 turns it off.
         fused: run fused operations, and CUDA graphs of decoder layers, where the model, its adapters and the accelerator
-            allow it; the trainer says in one line what is active. No effect on the CPU.
+            allow it; the trainer says in one line what is active. On the CPU it only shortens the walks over the model that
+            each step makes.
         force_resume: resume although the checkpoint records another base model, quantisation, adapter scale, number of rows
             a step or of training rows; each difference is then a warning instead of an error.
     """

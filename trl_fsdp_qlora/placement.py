@@ -118,9 +118,11 @@ def _fetch_rows(host_table: torch.Tensor, ids: torch.Tensor, device: torch.devic
     fetched = torch.empty_like(rows, device=device)
     pieces = list(zip(ids.split(ROWS_A_PIECE), rows.split(ROWS_A_PIECE), fetched.split(ROWS_A_PIECE), strict=True))
     gather = partial(torch.index_select, host_table, 0)
-    gathered = [_gatherers().submit(gather, some, out=piece) for some, piece, _ in pieces[1:]]
-    for i, (some, piece, target) in enumerate(pieces):
-        gathered[i - 1].result() if i else gather(some, out=piece)
+    later = [_gatherers().submit(gather, some, out=piece) for some, piece, _ in pieces[1:]]
+    # The first one here: that is all there is of a token in generation.
+    finish = [partial(gather, pieces[0][0], out=pieces[0][1]), *(future.result for future in later)]
+    for wait, (_, piece, target) in zip(finish, pieces, strict=True):
+        wait()
         # The pinned block is not reused before this copy is done: the caching host allocator records an event.
         target.copy_(piece, non_blocking=True)
     return fetched

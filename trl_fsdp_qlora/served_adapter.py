@@ -89,8 +89,7 @@ def _walked(model: PeftModel, adapters: tuple[str, ...]) -> tuple[list[tuple[str
     if known is None or known[0] != adapters:
         base = model.get_base_model()
         layers = [(n, m) for n, m in base.named_modules() if isinstance(m, LoraLayer) and adapters[0] in m.lora_A]
-        units = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        known = model.__dict__["served_layers"] = adapters, layers, units
+        known = model.__dict__["served_layers"] = adapters, layers, sharding.fsdp_units(model)
     return known[1:]
 
 

@@ -232,9 +232,12 @@ def reshard(model: nn.Module) -> None:
     A forward pass without a backward one (evaluation, generation) leaves units with `reshard_after_forward=False`
     gathered. Whoever looks at `model.parameters()` then, such as an optimizer, would get tensors that nothing updates.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for unit in fsdp_units(model):
+        unit.reshard()
+
+
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

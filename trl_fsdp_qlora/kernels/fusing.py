@@ -68,7 +68,7 @@ def _use_own_attention(config) -> list[str]:
 
 def _replay(layers: list[nn.Module], device: torch.device) -> None:
     from . import gemma4
-    from .replay import Replays
+    from .graph_pool import Replays
 
     replays = Replays(device)
     for layer in layers:

@@ -15,9 +15,11 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer, e
 
 from . import attention_interface
 from .gated_gelu import gated_gelu, split_gated_gelu
+from .graph_pool import Replays
 from .joined_layers import JoinedLayers, active_names, base_of, drops_out, hooked, inner_modules, unknown_kind
 from .norm_rotary import norm_rotary
-from .replay import Kind, LayerReplay, Place, Replays, replay
+from .recording import Place
+from .replay import Kind, LayerReplay, replay
 from .rms_norm import add_rms_norm, rms_norm
 
 ACTIVATION = "gelu_pytorch_tanh"

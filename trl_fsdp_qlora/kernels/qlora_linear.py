@@ -52,9 +52,9 @@ class LinearGroup:
 
     def _numbers(self, layers: list[nn.Module], dtype: torch.dtype) -> torch.Tensor:
         """The dequantised weights of `layers`, one below the other."""
-        first = layers[0]
-        whole = torch.empty((sum(layer.out_features for layer in layers), first.in_features), dtype=dtype, device=first.weight.device)
-        for rows, layer in zip(whole.split([layer.out_features for layer in layers]), layers, strict=True):
+        sizes = [layer.out_features for layer in layers]
+        whole = torch.empty((sum(sizes), layers[0].in_features), dtype=dtype, device=layers[0].weight.device)
+        for rows, layer in zip(whole.split(sizes), layers, strict=True):
             dequantize(layer.weight, layer.quant_state, rows)
         return whole
 

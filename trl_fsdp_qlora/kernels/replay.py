@@ -20,7 +20,6 @@ shapes, generation with a cache, dropout, hooks on inner modules) takes the laye
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,15 +29,12 @@ import torch
 from torch._utils import _unflatten_dense_tensors
 
 from ..logging import get_logger
+from .graph_pool import Replays
 from .recording import INPUTS, Place, Recording, as_integers, in_place_of
 
 logger = get_logger(__name__)
 
-# Shapes of a batch that are recorded; each costs a few seconds once, and tens of MiB.
-MAX_SHAPES = 4
 RECORD_AT = 2
-# Of the memory there is, what a step may take beside recordings.
-MAX_MEMORY = 0.97
 # Relative error of a replay against the same operations issued one by one; the same kernels, so far less is seen.
 MAX_ERROR = 2e-2
 
@@ -56,128 +52,6 @@ class Kind:
     adapters: Callable
     # Whether what the backward pass needs may be kept.
     keeps: Callable
-
-
-class Replays:
-    """The recordings of one model, and the memory they share: they run one after another, never two at a time."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.recordings: dict[tuple, dict[tuple, Recording]] = {}
-        self.broken = self.full = False
-        self.kept_shape: tuple | None = None  # of batches whose activations are kept; () once that failed
-        self.seconds = 0.0  # spent on recording and checking
-        self.worst_error = 0.0
-        self._pool = self._stream = self._arena = None
-        self._buffers: dict[tuple, torch.Tensor] = {}
-        self._pool_bytes = 0
-        self._step_bytes: dict[tuple, int] = {}
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def may_record(self, shape_key: tuple) -> bool:
-        if len(self.recordings) < MAX_SHAPES or shape_key in self.recordings:
-            return not self.broken
-        if not self.full:
-            self.full = True
-            logger.info(
-                "Batches come in more than %d shapes: further ones run without CUDA graphs. `packing` or `pad_to_multiple_of` make fewer.",
-                MAX_SHAPES,
-            )
-        return False
-
-    def give_up(self, reason: str) -> None:
-        """No replays from now on, and their memory goes back."""
-        self.broken = True
-        self.release()
-        logger.warning("CUDA graphs are off: %s", reason)
-
-    def release(self) -> None:
-        """Give all recordings and their memory back."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # one may be running
-        for kinds in self.recordings.values():
-            for recording in kinds.values():
-                recording.release()
-        self.recordings.clear()
-        self._buffers.clear()
-        self._arena, self._pool_bytes = None, 0
-        self._give_memory_back()
-
-    def stop_keeping(self) -> None:
-        """Activations are computed again from now on."""
-        logger.warning("No memory for CUDA graphs that keep activations: they compute them again, as with gradient checkpointing.")
-        self.kept_shape = ()
-        self.release()
-
-    def keeps(self, shape_key: tuple) -> bool:
-        if self.kept_shape is None:
-            self.kept_shape = shape_key
-        return self.kept_shape == shape_key
-
-    def note_step(self, shape_key: tuple) -> None:
-        """How much a step with such batches takes without recordings. Their shape comes again, so one whole step is done."""
-        if self.device.type == "cuda":
-            self._step_bytes.setdefault(shape_key, torch.cuda.max_memory_allocated(self.device) - self._own_bytes())
-
-    def leaves_room(self, shape_key: tuple) -> bool:
-        """Whether that much is left beside the recordings. What a replay works on does not count as allocated."""
-        if self.device.type != "cuda":
-            return True
-        free, total = torch.cuda.mem_get_info(self.device)
-        # Less than all of the card where others use it, or where the user said so.
-        limit = min(free + torch.cuda.memory_reserved(self.device), total * torch.cuda.get_per_process_memory_fraction(self.device))
-        return self._step_bytes[shape_key] + self._own_bytes() <= MAX_MEMORY * limit
-
-    def _own_bytes(self) -> int:
-        fixed = [*self._buffers.values(), *([] if self._arena is None else [self._arena])]
-        return self._pool_bytes + sum(t.numel() * t.element_size() for t in fixed)
-
-    def _give_memory_back(self) -> None:
-        # What one stream has freed, another cannot use.
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def warm_up(self, function):
-        """`function` once outside a recording: kernels are compiled, libraries set up on the stream that records."""
-        if self._stream is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            result = function()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return result
-
-    def record(self, function) -> torch.cuda.CUDAGraph:
-        self._give_memory_back()
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved(self.device)
-        # Other threads (data loading, NCCL's watchdog) may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            function()
-        self._pool_bytes += torch.cuda.memory_reserved(self.device) - before
-        return graph
-
-    def weights_like(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors like `tensors` in the memory that all recordings use for the weights of a layer."""
-        starts, end = [], 0
-        for tensor in tensors:
-            starts.append(end)
-            end += math.ceil(tensor.numel() * tensor.element_size() / 512) * 512
-        if self._arena is None or self._arena.numel() < end:
-            # Earlier recordings keep the smaller one.
-            self._arena = torch.empty(end, dtype=torch.uint8, device=self.device)
-        return [
-            self._arena[start : start + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
-            for start, t in zip(starts, tensors, strict=True)
-        ]
-
-    def buffer_like(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor like `tensor`, strides included unless they leave gaps; the same one for the same role and shape."""
-        key = role, tensor.shape, tensor.stride(), tensor.dtype
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty_like(tensor)
-        return self._buffers[key]
 
 
 class LayerReplay:

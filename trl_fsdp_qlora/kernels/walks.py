@@ -45,7 +45,8 @@ class _Walks:
         return {"model": self.model}
 
     def __setstate__(self, state: dict) -> None:
-        self.model, self._known, self._modules = state["model"], {}, frozenset()
+        self.model = state["model"]
+        self._forget()
         _watched().add(self)
 
     @property
@@ -53,7 +54,7 @@ class _Walks:
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     def train(self, mode: bool = True) -> nn.Module:
-        if mode and all(module.training for module in self._remember("modules", lambda: list(self.model.modules()))):
+        if mode and all(module.training for module in self._modules()):
             return self.model
         return type(self.model).train(self.model, mode)
 
@@ -69,12 +70,20 @@ class _Walks:
 
     def registered_in(self, module: nn.Module) -> None:
         # Not in a list of layers that a forward pass makes for itself.
-        if id(module) in self._modules:
-            self._known, self._modules = {}, frozenset()
+        if id(module) in self._ids:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._known, self._ids = {}, frozenset()
+
+    def _modules(self) -> list[nn.Module]:
+        if "modules" not in self._known:
+            self._known["modules"] = list(self.model.modules())
+            self._ids = frozenset(map(id, self._known["modules"]))
+        return self._known["modules"]
 
     def _remember(self, key, walk):
+        self._modules()  # so that a registration in one of them is noticed
         if key not in self._known:
-            # Before the walk, so that nothing can be registered in between unnoticed.
-            self._modules = self._modules or frozenset(id(module) for module in self.model.modules())
             self._known[key] = walk()
         return self._known[key]
