@@ -4,7 +4,7 @@ Overridden of `transformers.Trainer`, and why:
 
 - `save_model`: adapters only, gathered on every rank, each file written whole. Every rank must call it.
 - `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`: a checkpoint is filled beside its place and renamed; only
-  then is it uploaded, and older ones are removed.
+  then are older ones removed, and it is uploaded.
 - `_finish_current_push`: an upload that failed in the background is said.
 - `create_model_card`: a full disk there must not leave the other ranks waiting.
 - `_save_optimizer_and_scheduler`: optimizer state whole and by parameter name.
@@ -83,6 +83,8 @@ class CheckpointMixin(ResumeMixin):
         name = f"checkpoint-{self.state.global_step}"
         final = os.path.join(run_dir, name)
         self.ranks.meet(f"saving {final}")
+        if self.args.hub_always_push:
+            self._finish_current_push()  # it reads files that are replaced now
         state = training_state.random_state()
         self._random_states = gather_object([state]) if self.args.world_size > 1 else [state]
         self._rollout_buffer = rollout_buffer.gather_buffer(self)
@@ -104,16 +106,14 @@ class CheckpointMixin(ResumeMixin):
         if self._failure is not None and self.args.should_save:
             staging.end_staging(run_dir)
         self._raise_together(final)
-        if self.args.push_to_hub:
-            if self.args.hub_token:  # transformers pickles the arguments into what it uploads
-                self.args.hub_token = UnpicklableToken(self.args.hub_token)
-            if self.args.hub_always_push:
-                # transformers copies files over those that an upload under way may be reading, which then fails unseen.
-                self._finish_current_push()
-            super()._push_from_checkpoint(final)
         if self.args.should_save:
             staging.rotate(run_dir, self.args.save_total_limit, {final, best or final})
             staging.end_staging(run_dir)
+        # Last: an upload lists the folder in the background, and fails if something in it vanishes meanwhile.
+        if self.args.push_to_hub:
+            if self.args.hub_token:  # transformers pickles the arguments into what it uploads
+                self.args.hub_token = UnpicklableToken(self.args.hub_token)
+            super()._push_from_checkpoint(final)
 
     def _finish_checkpoint(self, staged: str, final: str) -> None:
         self.state.save_to_json(os.path.join(staged, STATE_FILE))  # anew: transformers saw the best one under `_saving`
