@@ -4,7 +4,8 @@
 
 Each seed trains in a process of its own, with its own questions. A seed counts as learnt when the mean reward of the last
 quarter of its steps exceeds that of the first by more than twice the standard error of the difference. The JSON holds
-every step; a picture with the curves of all seeds is written beside it.
+every step; a picture with the curves of all seeds is written beside it. Steps are written down as they come: if the benchmark
+is stopped, the JSON holds what there is, and seeds that were done are not run again.
 
 A machine without reasoning-gym takes questions from a file that another one wrote:
 
@@ -16,6 +17,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -55,12 +57,17 @@ def main():
         rows, _ = reasoning_task(TASK, 4000, seed=0, **OPTIONS)
         rows.remove_columns("index").to_json(args.write_questions)
     elif args.only is not None:
-        print("RESULT " + json.dumps(train(args, args.only)), flush=True)
+        train(args, args.only)
     else:
         compare(args)
 
 
-def train(args, seed: int) -> dict:
+def steps_file(args, seed: int) -> Path:
+    return Path(args.out).with_suffix(f".seed{seed}.jsonl")
+
+
+def train(args, seed: int) -> None:
+    """One line about the run, then one a step, into `steps_file`."""
     import torch
     import transformers
     import trl
@@ -84,18 +91,38 @@ def train(args, seed: int) -> dict:
     )  # fmt: skip
     config = QLoRAGRPOConfig(f"outputs/grpo_smollm2/seed{seed}", **{**fields, **extra})
     trainer = QLoRAGRPOTrainer(args.model or smollm2(), reward, config, train_dataset=rows)
-    start = time.perf_counter()
-    trainer.train()
-    seconds = time.perf_counter() - start
-    steps = [{key: entry[key] for key in LOGGED if entry.get(key) is not None} for entry in trainer.state.log_history if "loss" in entry]
     card = torch.cuda.get_device_name() if torch.cuda.is_available() and not args.cpu else "cpu"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
     if not args.plain:
         import vllm as package
 
         versions["vllm"] = package.__version__
+    with steps_file(args, seed).open("w") as file:
+
+        def write(line: dict) -> None:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+        class Steps(transformers.TrainerCallback):
+            def on_log(self, _args, state, control, logs, **kwargs):
+                if "loss" in logs:
+                    write({key: logs[key] for key in LOGGED if logs.get(key) is not None})
+
+        trainer.add_callback(Steps())
+        write({"seed": seed, "card": card, "versions": versions})
+        trainer.train()
+
+
+def read(args, seed: int) -> dict | None:
+    """What has been written down of a seed: all of it or its beginning."""
+    path = steps_file(args, seed)
+    if not path.exists():
+        return None
+    about, *steps = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] or [None]
+    if len(steps) < 4:
+        return None
     verdict = judge([step["reward"] for step in steps])
-    return {"seed": seed, "seconds": round(seconds, 1), "card": card, "versions": versions, **verdict, "steps": steps}
+    return {**about, **verdict, "cut_short": len(steps) < args.steps, "steps": steps}
 
 
 def judge(rewards: list[float]) -> dict:
@@ -114,30 +141,40 @@ def judge(rewards: list[float]) -> dict:
 
 
 def compare(args) -> None:
-    results = []
     commands = {seed: [sys.executable, __file__, *sys.argv[1:], "--only", str(seed)] for seed in args.seeds}
 
     def start(seed: int) -> subprocess.Popen:
         # Of processes that start at the same moment, each would find the same port free.
         environment = {**os.environ, "MASTER_PORT": str(29510 + seed)}
-        return subprocess.Popen(commands[seed], stdout=subprocess.PIPE, text=True, env=environment)
+        return subprocess.Popen(commands[seed], env=environment)
 
-    started = {seed: start(seed) for seed in commands if args.at_once}
-    for seed in commands:
-        process = started.get(seed) or start(seed)
-        printed, _ = process.communicate()
-        line = next((li for li in printed.splitlines() if li.startswith("RESULT ")), None)
-        if line is None:
-            sys.exit(f"seed {seed} ended with exit code {process.returncode}; its messages are above")
-        results.append(json.loads(line.removeprefix("RESULT ")))
-        summary = {key: value for key, value in results[-1].items() if key != "steps"}
-        print(json.dumps(summary), flush=True)
     os.makedirs(os.path.dirname(os.path.abspath(args.out)), exist_ok=True)
+    # `timeout` and batch systems end a process this way; what has been measured is written all the same.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; the JSON holds what was measured"))
+    open_seeds = [seed for seed in commands if (read(args, seed) or {"cut_short": True})["cut_short"]]
+    started = {seed: start(seed) for seed in open_seeds if args.at_once}
+    try:
+        for seed in open_seeds:
+            process = started.setdefault(seed, None) or start(seed)
+            started[seed] = process
+            if process.wait():
+                sys.exit(f"seed {seed} ended with exit code {process.returncode}; its messages are above")
+    finally:
+        for process in filter(None, started.values()):
+            process.kill()
+        write_results(args, [result for seed in args.seeds if (result := read(args, seed))])
+
+
+def write_results(args, results: list[dict]) -> None:
+    for result in results:
+        print(json.dumps({key: value for key, value in result.items() if key != "steps"}), flush=True)
     shown = ("steps", "batch", "generations", "tokens", "learning_rate", "at_once", "plain", "extra")
     setting = {key: value for key, value in vars(args).items() if key in shown}
-    content = {"task": TASK, "options": OPTIONS, **setting, "learnt": all(r["learnt"] for r in results), "seeds": results}
+    learnt = len(results) == len(args.seeds) and all(r["learnt"] and not r["cut_short"] for r in results)
+    content = {"task": TASK, "options": OPTIONS, **setting, "learnt": learnt, "seeds": results}
     Path(args.out).write_text(json.dumps(content, indent=1) + "\n")
-    draw(results, str(Path(args.out).with_suffix(".png")))
+    if results:
+        draw(results, str(Path(args.out).with_suffix(".png")))
 
 
 def draw(results: list[dict], path: str) -> None:

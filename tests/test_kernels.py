@@ -167,7 +167,7 @@ class OnCpu(graph_pool.Replays):
         return RunAgain(function)
 
 
-def fuse(model, replayed: bool):
+def fuse(model, replayed: bool, keep_activations: bool = False):
     layers, kept = fusing._decoder_layers(model)
     assert layers and not kept
     fusing._use_own_attention(layers[0].config)
@@ -175,7 +175,7 @@ def fuse(model, replayed: bool):
     walks.shorten_walks(model)
     if not replayed:
         return None
-    replays = OnCpu(CPU)
+    replays = OnCpu(CPU, len(layers), keep_activations)
     for layer in layers:
         gemma4.replay_layer(layer, replays)
     return replays
@@ -184,7 +184,7 @@ def fuse(model, replayed: bool):
 def train(checkpoint, out, how: str, change=None, lengths=(24,), **fields):
     torch.manual_seed(0)
     trainer = QLoRASFTTrainer(checkpoint, sft_config(out, bf16=False, **fields), train_dataset=token_rows(128, lengths))
-    replays = fuse(trainer.model, how == "replayed") if how != "plain" else None
+    replays = fuse(trainer.model, how in ("replayed", "kept"), how == "kept") if how != "plain" else None
     if change is not None:
         change(trainer)
     trainer.train()
@@ -243,6 +243,64 @@ def test_without_checkpointing_each_layer_keeps_its_activations(checkpoint, tmp_
     assert others and all(len(kinds) < 8 and not any(recording.keep for recording in kinds.values()) for kinds in others)
 
 
+def kept_and_shared(replays, shape: int = 0):
+    kinds = list(replays.recordings.values())[shape].values()
+    return sum(recording.keep for recording in kinds), sum(not recording.keep for recording in kinds)
+
+
+def test_checkpointed_layers_keep_activations_while_there_is_room(checkpoint, tmp_path, monkeypatch):
+    def room_for_three(self, shape_key, grad, more=0):
+        return sum(self.keepers.values()) + (more > 0) <= 3
+
+    monkeypatch.setattr(OnCpu, "leaves_room", room_for_three)
+    fields = {"max_steps": 10, "gradient_accumulation_steps": 2, "lengths": (24, 24, 16, 16)}
+    (plain, _), (kept, replays) = (train(checkpoint, tmp_path, how, **fields) for how in ("plain", "kept"))
+    agree(logged(kept), logged(plain))
+    assert not replays.broken and replays.worst_error < 1e-5
+    assert list(replays.keepers.values()) == [True] * 3 + [False] * 5
+    assert kept_and_shared(replays)[0] == 3 and kept_and_shared(replays)[1] > 0
+    assert kept_and_shared(replays, 1)[0] == 0
+
+
+def test_kept_activations_give_way(checkpoint, tmp_path, monkeypatch):
+    """A layer that was thought to have room and has none computes again; if even that has none, none keeps anything."""
+    checked = []
+
+    def none_for_recordings(self, shape_key, grad, more=0):
+        checked.append((self.keeps_some, more))
+        return not self.keeps_some or more > 0 or len(self.keepers) < 2
+
+    monkeypatch.setattr(OnCpu, "leaves_room", none_for_recordings)
+    (plain, _), (kept, replays) = (train(checkpoint, tmp_path, how, max_steps=8) for how in ("plain", "kept"))
+    agree(logged(kept), logged(plain))
+    assert not replays.broken and not replays.keeps_some and replays.kept_shape == ()
+    assert kept_and_shared(replays) == (0, 6)
+
+
+def test_hooks_around_a_step_do_not_reach_into_recordings(checkpoint, tmp_path):
+    """Activation offloading hooks into every saved tensor; in a recording it would copy to host memory in every replay."""
+    packed, by_step = [], []
+
+    def change(trainer):
+        step = trainer.training_step
+
+        def hooked_step(*args, **kwargs):
+            packed.clear()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t.clone(), lambda t: t):
+                loss = step(*args, **kwargs)
+            by_step.append(len(packed))
+            return loss
+
+        trainer.training_step = hooked_step
+
+    plain, _ = train(checkpoint, tmp_path, "plain", max_steps=6)
+    replayed, replays = train(checkpoint, tmp_path, "replayed", change=change, max_steps=6)
+    agree(logged(replayed), logged(plain))
+    assert replays.recordings and not replays.broken
+    # Recording and checking add nothing to what replays save.
+    assert by_step[1] == by_step[2] == by_step[-1]
+
+
 def gradients_of_two_passes(checkpoint, tmp_path, between=None, **fields):
     """Two forward passes, then one backward pass through both; gradients with and without replays."""
     (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, max_steps=4, **fields) for how in ("plain", "replayed"))
@@ -295,7 +353,7 @@ def test_out_of_memory_while_recording(checkpoint, tmp_path, monkeypatch, checkp
 
 
 def test_no_room_beside_a_step(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(OnCpu, "leaves_room", lambda self, shape_key: False)
+    monkeypatch.setattr(OnCpu, "leaves_room", lambda self, shape_key, grad, more=0: False)
     (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, max_steps=5) for how in ("plain", "replayed"))
     agree(logged(replayed), logged(plain))
     assert replays.broken and not replays.recordings

@@ -1,6 +1,7 @@
 """`QLoRASFTTrainer` at one rank, as people call it, and as they should not."""
 
 import json
+import math
 import os
 import shutil
 
@@ -10,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BitsAndBytesConfig
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 
 from tests.tiny import logged, sft_config, token_rows
 from trl_fsdp_qlora import QLoRASFTConfig, QLoRASFTTrainer
@@ -86,6 +87,31 @@ def test_loss_falls_on_one_batch(checkpoint, tmp_path):
     trainer.train()
     losses = [loss for loss, _ in logged(trainer)]
     assert all(later < earlier for earlier, later in zip(losses, losses[1:], strict=False)), losses
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_a_loss_that_is_not_finite(checkpoint, tmp_path, filtered):
+    """Logged as transformers logs it: replaced by the mean since the last log, unless the user wants to see it."""
+    losses = {}
+    for trainer_class in (QLoRASFTTrainer, SFTTrainer):
+        fields = {"max_steps": 4, "logging_steps": 2, "logging_nan_inf_filter": filtered, "max_grad_norm": 0.0, "learning_rate": 0.0}
+        trainer = trainer_for(checkpoint, tmp_path, **fields)
+        calls = []
+
+        def last_is_nan(model, inputs, *args, calls=calls, compute_loss=trainer.compute_loss, **kwargs):
+            calls.append(1)
+            loss = compute_loss(model, inputs, *args, **kwargs)
+            return loss * float("nan") if len(calls) == 4 else loss
+
+        trainer.compute_loss = last_is_nan
+        if trainer_class is SFTTrainer:  # its own training step
+            trainer.training_step = SFTTrainer.training_step.__get__(trainer)
+        trainer.train()
+        assert trainer.args.logging_nan_inf_filter is filtered
+        losses[trainer_class] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    mine, stock = losses.values()
+    assert mine == pytest.approx(stock, nan_ok=True)
+    assert math.isfinite(mine[1]) == filtered
 
 
 @pytest.mark.parametrize("load_in_4bit", [True, False])

@@ -5,6 +5,7 @@ Overridden of `transformers.Trainer`, and why:
 - `create_accelerator_and_postprocess`: accelerate must not wrap the model (no FSDP, no DDP): `sharding` does it.
 - `create_optimizer`: an evaluation before training leaves units gathered; the optimizer must get the shards.
 - `_move_model_to_device`: the parts of the model are already where they belong.
+- `training_step`, `floating_point_ops`: a loss that is not finite is kept out of the log without waiting for the GPU.
 - what `checkpoint.CheckpointMixin` lists.
 """
 
@@ -217,6 +218,7 @@ class QLoRATrainerMixin(CheckpointMixin):
         """After TRL's `__init__`: adapter dtype, then the ranks, then say what is where."""
         qlora = qlora_arguments(self.args)
         self.ranks = Ranks(self.args.ddp_timeout)
+        self._filtered = False
         if made.peft_config is not None:
             set_adapter_dtype(self.model, DTYPES[qlora.adapter_dtype])
         base = self.model.get_base_model()
@@ -227,7 +229,7 @@ class QLoRATrainerMixin(CheckpointMixin):
         if qlora.mlp_tile_size:
             tile_mlps(base, qlora.mlp_tile_size)
         # Before the ranks: FSDP wraps the fused layers, hooks and all.
-        logger.info(apply_fused_layers(self.model, self.args.device) if qlora.fused else "fused operations: turned off")
+        logger.info(self._fuse(qlora) if qlora.fused else "fused operations: turned off")
         if self.args.world_size > 1:
             mesh = init_device_mesh(self.args.device.type, (self.args.world_size,))
             sharding.shard_model(self.model, mesh, self.sharding_request)
@@ -235,6 +237,14 @@ class QLoRATrainerMixin(CheckpointMixin):
             shorten_walks(self.model, sharded=self.args.world_size > 1 and self.sharding_request.fsdp)
         how = f"{self.args.world_size} ranks, {'FSDP2' if self.sharding_request.fsdp else 'base replicated'}"
         logger.info("%s\n%s", "1 rank, nothing wrapped" if self.args.world_size == 1 else how, placement_table(self.model))
+
+    def _fuse(self, qlora) -> str:
+        # Without checkpointing, replays would keep on the accelerator what is to be moved to host memory.
+        offloads = getattr(self.args, "activation_offloading", False) and not self.args.gradient_checkpointing
+        fused = apply_fused_layers(self.model, self.args.device, replay=not offloads, keep_activations=qlora.keep_activations)
+        if qlora.keep_activations and "keep activations" not in fused:
+            logger.warning("`keep_activations=True` has no effect: CUDA graphs of layers keep activations, and there are none here.")
+        return f"{fused}; no CUDA graphs: activations go to host memory" if offloads else fused
 
     # --- overrides of transformers.Trainer ---
 
@@ -253,6 +263,25 @@ class QLoRATrainerMixin(CheckpointMixin):
 
     def _move_model_to_device(self, model, device):
         pass
+
+    def training_step(self, *args, **kwargs):
+        """The loss; one that is not finite is replaced by the mean of those since the last log, as `logging_nan_inf_filter` asks.
+
+        `Trainer` does that after this, and the host waits for the backward pass to learn whether it must. The GPU then waits in turn,
+        for clipping and the optimizer step: some 10 ms.
+        """
+        loss = super().training_step(*args, **kwargs)
+        if self.args.logging_nan_inf_filter and hasattr(self, "_tr_loss"):  # in `train`
+            mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+            loss = torch.where(torch.isfinite(loss), loss, mean)
+            self._filtered, self.args.logging_nan_inf_filter = True, False
+        return loss
+
+    def floating_point_ops(self, inputs):
+        """Comes right after `Trainer` has looked at the loss; evaluation asks for the filter again."""
+        if self._filtered:
+            self._filtered, self.args.logging_nan_inf_filter = False, True
+        return super().floating_point_ops(inputs)
 
 
 def set_adapter_dtype(model: PeftModel, dtype: torch.dtype) -> None:

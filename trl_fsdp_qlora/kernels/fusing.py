@@ -14,8 +14,12 @@ from .triton_support import triton
 logger = get_logger(__name__)
 
 
-def apply_fused_layers(model: nn.Module, device: torch.device, *, attention: bool = True, replay: bool = True) -> str:
+def apply_fused_layers(
+    model: nn.Module, device: torch.device, *, attention: bool = True, replay: bool = True, keep_activations: bool = False
+) -> str:
     """Fuse what can be fused and return one line that says what is active, what is not, and why.
+
+    With `keep_activations`, replayed layers keep what their backward pass needs while there is memory for it.
 
     Call it before the model is laid over ranks. Gemma 4's decoder layers become fused layers that replay CUDA graphs; of other
     models the LoRA layers alone are fused. On the CPU nothing changes.
@@ -27,8 +31,9 @@ def apply_fused_layers(model: nn.Module, device: torch.device, *, attention: boo
         active = [f"{len(layers)} decoder layers"]
         active += _use_own_attention(layers[0].config) if attention else []
         if replay:
-            _replay(layers, device)
-            active.append("CUDA graphs of layers, for shapes that come again")
+            _replay(layers, device, keep_activations)
+            kept = ", which keep activations where there is memory" if keep_activations else ""
+            active.append(f"CUDA graphs of layers, for shapes that come again{kept}")
         # Only reentrant checkpointing needs inputs with gradients. Without them the backward pass ends at the first adapter.
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         if hasattr(base, "disable_input_require_grads"):
@@ -66,11 +71,11 @@ def _use_own_attention(config) -> list[str]:
     return ["attention over stretches of queries"]
 
 
-def _replay(layers: list[nn.Module], device: torch.device) -> None:
+def _replay(layers: list[nn.Module], device: torch.device, keep_activations: bool) -> None:
     from . import gemma4
     from .graph_pool import Replays
 
-    replays = Replays(device)
+    replays = Replays(device, len(layers), keep_activations)
     for layer in layers:
         gemma4.replay_layer(layer, replays)
 

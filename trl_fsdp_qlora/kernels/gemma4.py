@@ -100,11 +100,11 @@ def _kind(layer) -> Kind:
         attention.scaling, layer.hidden_size_per_layer_input, tuple(states),
         tuple((tuple(owner[key].shape), owner[key].dtype) for owner, key in packed + other),
     )  # fmt: skip
-    return Kind(packed, other, constants, *(types.MethodType(function, layer) for function in (_run, _adapters, _keeps)))
+    return Kind(packed, other, constants, *(types.MethodType(function, layer) for function in (_run, _adapters, _checkpoints)))
 
 
-def _keeps(layer) -> bool:
-    return not layer.gradient_checkpointing
+def _checkpoints(layer) -> bool:
+    return layer.gradient_checkpointing
 
 
 def _run(layer, x, ple, k, v, cos, sin, mask):

@@ -11,6 +11,7 @@ from ..logging import get_logger
 
 if TYPE_CHECKING:
     from .recording import Recording
+    from .replay import LayerReplay
 
 logger = get_logger(__name__)
 
@@ -18,21 +19,26 @@ logger = get_logger(__name__)
 MAX_SHAPES = 4
 # Of the memory there is, what a step may take beside recordings.
 MAX_MEMORY = 0.97
+# The same where layers keep activations because there is memory for them: what else a run may want has to fit.
+MAX_MEMORY_WITH_KEPT = 0.85
 
 
 class Replays:
     """The recordings of one model, and the memory they share: they run one after another, never two at a time."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, layers: int = 0, keep_activations: bool = False):
+        self.device, self.layers, self.keep_activations = device, layers, keep_activations
         self.recordings: dict[tuple, dict[tuple, Recording]] = {}
         self.broken = self.full = False
         self.kept_shape: tuple | None = None  # of batches whose activations are kept; () once that failed
+        # Of the checkpointed layers, which keep activations all the same (`keep_activations`).
+        self.keepers: dict[LayerReplay, bool] = {}
         self.seconds = 0.0  # spent on recording and checking
         self.worst_error = 0.0
         self._pool = self._stream = self._arena = None
         self._buffers: dict[tuple, torch.Tensor] = {}
         self._pool_bytes = 0
+        self._next_kept_bytes = 0  # what the next recording that keeps activations may take
         self._step_bytes: dict[tuple, int] = {}
 
     def __deepcopy__(self, memo):
@@ -71,28 +77,52 @@ class Replays:
         """Activations are computed again from now on."""
         logger.warning("No memory for CUDA graphs that keep activations: they compute them again, as with gradient checkpointing.")
         self.kept_shape = ()
+        self.keepers.clear()
         self.release()
 
-    def keeps(self, shape_key: tuple) -> bool:
+    def keeps(self, layer: LayerReplay, shape_key: tuple) -> bool:
+        """Whether `layer` keeps the activations of such batches. Of checkpointed layers, the first ones, as long as there is room."""
+        checkpoints = layer.kind.checkpoints()
+        if checkpoints and not self.keep_activations:
+            return False
         if self.kept_shape is None:
             self.kept_shape = shape_key
-        return self.kept_shape == shape_key
+        if self.kept_shape != shape_key:
+            return False
+        if not checkpoints:
+            return True
+        if layer not in self.keepers:
+            self.keepers[layer] = self.leaves_room(shape_key, grad=True, more=self._next_kept_bytes)
+            if len(self.keepers) == self.layers:
+                kept = sum(self.keepers.values())
+                logger.info("%d of %d layers keep their activations for batches of shape %s.", kept, self.layers, shape_key[0][:2])
+        return self.keepers[layer]
 
-    def note_step(self, shape_key: tuple) -> None:
+    @property
+    def keeps_some(self) -> bool:
+        """Whether a checkpointed layer keeps activations, because there is memory for them."""
+        return any(self.keepers.values())
+
+    def note_kept(self, count: int) -> None:
+        """A recording that keeps activations took `count` bytes; that of another layer may be twice as large."""
+        self._next_kept_bytes = 2 * count
+
+    def note_step(self, shape_key: tuple, grad: bool) -> None:
         """How much a step with such batches takes without recordings. Their shape comes again, so one whole step is done."""
-        if self.device.type == "cuda":
-            self._step_bytes.setdefault(shape_key, torch.cuda.max_memory_allocated(self.device) - self._own_bytes())
+        if self.device.type == "cuda" and (shape_key, grad) not in self._step_bytes:
+            self._step_bytes[shape_key, grad] = torch.cuda.max_memory_allocated(self.device) - self.own_bytes()
 
-    def leaves_room(self, shape_key: tuple) -> bool:
-        """Whether that much is left beside the recordings. What a replay works on does not count as allocated."""
+    def leaves_room(self, shape_key: tuple, grad: bool, more: int = 0) -> bool:
+        """Whether that much, and `more` bytes, are left beside the recordings. What a replay works on does not count as allocated."""
         if self.device.type != "cuda":
             return True
         free, total = torch.cuda.mem_get_info(self.device)
         # Less than all of the card where others use it, or where the user said so.
         limit = min(free + torch.cuda.memory_reserved(self.device), total * torch.cuda.get_per_process_memory_fraction(self.device))
-        return self._step_bytes[shape_key] + self._own_bytes() <= MAX_MEMORY * limit
+        share = MAX_MEMORY_WITH_KEPT if self.keeps_some else MAX_MEMORY
+        return self._step_bytes[shape_key, grad] + self.own_bytes() + more <= share * limit
 
-    def _own_bytes(self) -> int:
+    def own_bytes(self) -> int:
         fixed = [*self._buffers.values(), *([] if self._arena is None else [self._arena])]
         return self._pool_bytes + sum(t.numel() * t.element_size() for t in fixed)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch._utils import _unflatten_dense_tensors
+from torch.autograd.graph import saved_tensors_hooks
 
 if TYPE_CHECKING:
     from .replay import LayerReplay
@@ -21,6 +22,11 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of `tensor` as a row of 32-bit integers, or of bytes where it does not fit."""
     row = tensor.view(-1).view(torch.uint8)
     return row.view(torch.int32) if row.numel() % 4 == 0 and row.storage_offset() % 4 == 0 else row
+
+
+def nothing_saved_elsewhere() -> saved_tensors_hooks:
+    """Inside, saved tensors stay where they are, whatever hooks (activation offloading) do with those of the step around."""
+    return saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
 
 
 @contextmanager
@@ -71,7 +77,7 @@ class Recording:
         @contextmanager
         def on_fixed_tensors():
             # Around the backward pass as well: it reads the weights again.
-            with torch.autocast(replays.device.type, enabled=False), in_place_of(places, stand_ins):
+            with torch.autocast(replays.device.type, enabled=False), in_place_of(places, stand_ins), nothing_saved_elsewhere():
                 yield layer.kind.run
 
         def compute():

@@ -8,7 +8,8 @@ a whole model.
 
 With gradient checkpointing, the backward recording computes the layer again from its inputs, and nothing but those is kept
 between the two. Without it, each layer has recordings of its own, for one shape of batch: what the backward pass needs stays in
-their memory. Should a second forward pass have written over it, the backward pass runs the forward recording again.
+their memory. Should a second forward pass have written over it, the backward pass runs the forward recording again. With
+`keep_activations`, layers have recordings of the second sort as long as there is memory for them, and then of the first.
 
 The first replay of each layer is compared with the layer's own operations, forward and backward. If they differ, replaying
 stops with a warning, and training goes on without it. So it does when recordings would not leave a whole step the memory it took
@@ -30,7 +31,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from ..logging import get_logger
 from .graph_pool import Replays
-from .recording import INPUTS, Place, Recording, as_integers, in_place_of
+from .recording import INPUTS, Place, Recording, as_integers, in_place_of, nothing_saved_elsewhere
 
 logger = get_logger(__name__)
 
@@ -50,8 +51,8 @@ class Kind:
     run: Callable
     # The places of A and B of each adapter that counts now, and numbers that are recorded with them; None to not replay.
     adapters: Callable
-    # Whether what the backward pass needs may be kept.
-    keeps: Callable
+    # Whether the layer is checkpointed now.
+    checkpoints: Callable
 
 
 class LayerReplay:
@@ -109,6 +110,7 @@ def _issue(layer: LayerReplay, inputs: dict, adapters, wants: dict[str, bool], t
     grad = make_d_outputs is not None
     with (
         torch.set_grad_enabled(grad), torch.autocast(layer.replays.device.type, enabled=False), in_place_of(places, adapters),
+        nothing_saved_elsewhere(),
     ):  # fmt: skip
         outputs = list(layer.kind.run(**leaves))
         if not grad:
@@ -121,9 +123,9 @@ def _issue(layer: LayerReplay, inputs: dict, adapters, wants: dict[str, bool], t
 
 
 def _make_recording(layer, shape_key, places, inputs, wants, grad, keep) -> Recording | None:
-    """None if there can be none: then replays are off, or no longer keep anything."""
+    """None if there can be none: then replays are off, or this layer, or all of them, no longer keep anything."""
     begin, replays = time.perf_counter(), layer.replays
-    replays.note_step(shape_key)
+    bytes_before = replays.own_bytes()
     try:
         recording = Recording(layer, places, inputs, wants, grad, keep)
     except RuntimeError as error:  # out of memory included
@@ -131,12 +133,23 @@ def _make_recording(layer, shape_key, places, inputs, wants, grad, keep) -> Reco
         recording, out_of_memory = None, isinstance(error, torch.OutOfMemoryError)
     replays.seconds += time.perf_counter() - begin
     if recording is None:
-        replays.stop_keeping() if keep and out_of_memory else replays.give_up(f"recording one failed. {failure}")
-    # What is kept takes the place of what a step without recordings kept, and is seen when it does not fit.
-    elif not keep and not replays.leaves_room(shape_key):
+        if out_of_memory and (keep or replays.keeps_some):
+            replays.stop_keeping()
+        else:
+            replays.give_up(f"recording one failed. {failure}")
+        return None
+    if keep:
+        replays.note_kept(replays.own_bytes() - bytes_before)
+    # What is kept instead of checkpointing takes the place of what a step without recordings kept, and is seen when it does not fit.
+    if (not keep or layer.kind.checkpoints()) and not replays.leaves_room(shape_key, grad):
         recording.release()
-        recording = None
-        replays.give_up("a step needs the memory. Shorter rows, a smaller batch, or a smaller `mlp_tile_size` leave them some.")
+        if keep:
+            replays.keepers[layer] = False
+        elif replays.keeps_some:
+            replays.stop_keeping()
+        else:
+            replays.give_up("a step needs the memory. Shorter rows, a smaller batch, or a smaller `mlp_tile_size` leave them some.")
+        return None
     return recording
 
 
@@ -149,7 +162,7 @@ def _same_as_issued(layer: LayerReplay, recording: Recording, inputs: dict, adap
         worst = None
     if worst is None:
         replays = layer.replays
-        replays.stop_keeping() if recording.keep else replays.give_up("there is no memory to check one.")
+        replays.stop_keeping() if recording.keep or replays.keeps_some else replays.give_up("there is no memory to check one.")
         return False
     layer.checked.add(recording)
     layer.replays.seconds += time.perf_counter() - begin
@@ -192,16 +205,17 @@ def replay(layer: LayerReplay, x, ple, k, v, cos, sin, mask):
     shape_key = (tuple(x.shape), _like(mask))
     wants = {name: grad and t is not None and t.requires_grad for name, t in inputs.items()}
     trains = tuple(t.requires_grad for t in tensors) if grad else None
-    keep = grad and layer.kind.keeps() and layer.replays.keeps(shape_key)
+    layer.met[shape_key, grad] += 1
+    if layer.met[shape_key, grad] < RECORD_AT or not layer.replays.may_record(shape_key):
+        return None
+    layer.replays.note_step(shape_key, grad)
+    keep = grad and layer.replays.keeps(layer, shape_key)
     kind_key = (
         layer.kind.constants, numbers, grad, trains, tuple(wants.values()), id(layer) if keep else None,
         tuple(_like(t) for t in inputs.values()), tuple(_like(t) for t in tensors),
     )  # fmt: skip
     recording = layer.replays.recordings.get(shape_key, {}).get(kind_key)
     if recording is None:
-        layer.met[shape_key, grad] += 1
-        if layer.met[shape_key, grad] < RECORD_AT or not layer.replays.may_record(shape_key):
-            return None
         recording = _make_recording(layer, shape_key, places, inputs, wants, grad, keep)
         if recording is None:
             return None
