@@ -17,7 +17,7 @@ gpu_tests() {  # NAME PYTEST-ARGUMENTS...
 speed() { python3 benchmarks/speed.py "$models/$1" --name "$1" --out "$results/speed_$1.json" "${@:2}"; }
 batches_e2b() {  # batch 4, rows of 8192, and both
     make e2b
-    for shape in "--batch 4" "--seq 8192" "--batch 4 --seq 8192"; do speed e2b --steps 10 --contenders trl_bf16 ours ours_kept $shape; done
+    for shape in "--batch 4" "--seq 8192" "--batch 4 --seq 8192"; do speed e2b --steps 10 --contenders trl_bf16 trl_bf16_kept ours ours_kept $shape; done
 }
 tests() { make e2b; E2B_CHECKPOINT=$models/e2b gpu_tests sft tests/gpu/test_sft_gpu.py; }
 kernels() { gpu_tests kernels tests/gpu/test_kernels_gpu.py; }

@@ -105,7 +105,8 @@ def make_trainer(contender: str, args):
     else:
         from trl import SFTConfig, SFTTrainer
 
-        config = SFTConfig(**common, model_init_kwargs={"dtype": "bfloat16"} if contender == "trl_bf16" else None)
+        kept = {"gradient_checkpointing": False} if contender == "trl_bf16_kept" else {}
+        config = SFTConfig(**common, **kept, model_init_kwargs={"dtype": "bfloat16"} if contender.startswith("trl_bf16") else None)
         quantization = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",

@@ -4,12 +4,14 @@
 
 Each contender trains in a process of its own, on the same checkpoint and the same random tokens, as `memory.py` sets them up.
 `step_ms`: median after the warm-up. `busy_ms`, `kernels`, `launches` (by the host): of one profiled step. `host_ms`: what the
-host spent in parts of a step, waiting included. `floor`: the arithmetic of a step at the rate of large matrix products, as a
+host spent in parts of a step, waiting included. `first_step_after_s`, `fourth_step_after_s`: from the start of the process, imports,
+loading and compiling included. `floor`: the arithmetic of a step at the rate of large matrix products, as a
 share of the step: forward, recomputation and gradients of the inputs through every frozen linear layer and the head.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,12 +22,13 @@ from pathlib import Path
 import memory
 from table import speed_table
 
-CONTENDERS = ("trl", "trl_bf16", "ours_plain", "ours", "ours_kept", "ours_16bit", "unsloth")
-# Config fields of this project's contenders: `ours_kept` keeps activations, `ours_16bit` trains LoRA on an unquantised base.
+CONTENDERS = ("trl", "trl_bf16", "trl_bf16_kept", "ours_plain", "ours", "ours_kept", "ours_16bit", "unsloth")
+# Config fields of this project's contenders: `ours_kept` keeps activations where there is memory, as `trl_bf16_kept` keeps all;
+# `ours_16bit` trains LoRA on an unquantised base.
 OURS = {
     "ours": {},
     "ours_plain": {"fused": False},
-    "ours_kept": {"gradient_checkpointing": False},
+    "ours_kept": {"keep_activations": True},
     "ours_16bit": {"load_in_4bit": False},
 }
 MATMUL_TFLOPS = 790  # large bf16 products on an H200
@@ -62,7 +65,8 @@ def main() -> None:
     for contender in args.contenders:
         if contender == "unsloth" and find_spec("unsloth") is None:
             continue
-        done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", contender], capture_output=True, text=True)
+        command = [sys.executable, __file__, *sys.argv[1:], "--only", contender]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "STARTED": str(time.time())})
         line = next((li for li in done.stdout.splitlines() if li.startswith("RESULT ")), None)
         if line is None:
             error = (done.stderr.strip().splitlines() or ["no output"])[-1][:300]
@@ -70,7 +74,7 @@ def main() -> None:
             print(done.stderr[-4000:], file=sys.stderr, flush=True)
         else:
             results.append({"contender": contender, **about, **json.loads(line.removeprefix("RESULT "))})
-            notes = [li for li in done.stderr.splitlines() if "fused operations" in li or "CUDA graph" in li]
+            notes = [li for li in done.stderr.splitlines() if any(part in li for part in ("fused operations", "CUDA graph", "keep their"))]
             print("\n".join(notes + [li for li in done.stdout.splitlines() if not li.startswith(("RESULT ", "{'"))]), flush=True)
         print({k: v for k, v in results[-1].items() if k not in ("loss", "grad_norm", "versions")}, flush=True)
     print(speed_table(results), flush=True)
@@ -90,6 +94,7 @@ def run(contender: str, args) -> dict:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
+    ends: list[float] = []
     host: dict[str, list[float]] = {}
     profiled = {}
 
@@ -115,6 +120,7 @@ def run(contender: str, args) -> dict:
         def on_step_end(self, _args, state, control, **kwargs):
             torch.cuda.synchronize()
             times.append(time.perf_counter() - self.start)
+            ends.append(time.time() - float(os.environ["STARTED"]))
             if self.profiler is not None:
                 self.profiler.__exit__(None, None, None)
                 profiled.update(_kernels(self.profiler, args.kernels))
@@ -134,7 +140,7 @@ def run(contender: str, args) -> dict:
     step = statistics.median(times[measured] or times)
     layers, head = _frozen_numbers(trainer.model)
     # Forward and gradients of inputs; the head is always computed again, and layers unless their activations are kept.
-    flops = 2 * args.batch * args.seq * ((2 if contender == "ours_kept" else 3) * layers + 3 * head)
+    flops = 2 * args.batch * args.seq * ((3 - _kept_share(trainer.model)) * layers + 3 * head)
     return {
         "gpu": torch.cuda.get_device_name(),
         "versions": memory.versions(),
@@ -147,6 +153,8 @@ def run(contender: str, args) -> dict:
         "floor_ms": round(flops / MATMUL_TFLOPS / 1e9, 1),
         "floor": round(flops / MATMUL_TFLOPS / 1e12 / step, 3),
         "first_steps_s": [round(t, 2) for t in times[:WARM_UP]],
+        "first_step_after_s": round(ends[0], 1),
+        "fourth_step_after_s": round(ends[3], 1),
         "load_s": round(load_seconds, 1),
         "between_steps_ms": round((whole - sum(times)) / len(times) * 1000, 1),
         "load_peak_gib": memory.gib(load_peak),
@@ -155,6 +163,13 @@ def run(contender: str, args) -> dict:
         "loss": [round(entry["loss"], 5) for entry in logged],
         "grad_norm": [round(float(entry["grad_norm"]), 5) for entry in logged],
     }
+
+
+def _kept_share(model) -> float:
+    """The share of the decoder layers that are not computed again."""
+    layers = [m for m in model.modules() if hasattr(m, "gradient_checkpointing") and type(m).__name__.endswith("TextDecoderLayer")]
+    kept = [m for m in layers if not m.gradient_checkpointing or "replay" in vars(m) and m.replay.replays.keepers.get(m.replay)]
+    return len(kept) / len(layers) if layers else 0.0
 
 
 def _time_parts(trainer, host: dict[str, list[float]]) -> None:

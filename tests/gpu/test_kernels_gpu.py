@@ -85,6 +85,23 @@ def test_without_checkpointing(checkpoint, tmp_path):
     assert not recorded[0].broken and any(r.keep for kinds in recorded[0].recordings.values() for r in kinds.values())
 
 
+@pytest.mark.parametrize("layers", [3, 8])
+def test_checkpointed_layers_keep_activations_while_there_is_memory(checkpoint, tmp_path, monkeypatch, layers):
+    from trl_fsdp_qlora.kernels.graph_pool import Replays
+
+    leaves_room = Replays.leaves_room
+    monkeypatch.setattr(Replays, "leaves_room", lambda self, *a, **k: leaves_room(self, *a, **k) and sum(self.keepers.values()) <= layers)
+    recorded = []
+
+    def find(trainer):
+        recorded.append(next(m.replay.replays for m in trainer.model.modules() if hasattr(m, "replay")))
+
+    kept = train(checkpoint, tmp_path, True, change=find, keep_activations=True)
+    plain = train(checkpoint, tmp_path, False)
+    agree(logged(kept), logged(plain), *AS_PLAIN)
+    assert not recorded[0].broken and sum(recorded[0].keepers.values()) == layers
+
+
 def test_dropout_runs_without_recordings(checkpoint, tmp_path):
     trainer = train(checkpoint, tmp_path, True, change=lambda trainer: None, lora_dropout=0.1)
     assert not next(m.replay.replays for m in trainer.model.modules() if hasattr(m, "replay")).recordings
