@@ -1,16 +1,18 @@
 """Fused operations on the CPU: gradients in fp64, layers against PEFT and transformers, replay with stand-ins for graphs."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
 
+from tests.fused_on_cpu import OnCpu, fused_on_cpu, replays_of
 from tests.tiny import logged, sft_config, token_rows
 from trl_fsdp_qlora import QLoRASFTTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4
-from trl_fsdp_qlora.kernels import attention, fusing, gemma4, graph_pool, joined_layers, recording, replay, walks
+from trl_fsdp_qlora.kernels import attention, fusing, graph_pool, joined_layers, recording, replay, walks
 from trl_fsdp_qlora.kernels.qlora_linear import LinearGroup, QLoRALinear, Slot, qlora_linear_reference
 
 CPU = torch.device("cpu")
@@ -152,39 +154,14 @@ def test_attention_is_sdpa(monkeypatch, length, window, padded, long):
 # --- whole models ---
 
 
-class RunAgain:
-    def __init__(self, function):
-        self.replay = function
-
-
-class OnCpu(graph_pool.Replays):
-    """Recordings that run their function again, on the same fixed tensors."""
-
-    def warm_up(self, function):
-        return function()
-
-    def record(self, function):
-        return RunAgain(function)
-
-
-def fuse(model, replayed: bool, keep_activations: bool = False):
-    layers, kept = fusing._decoder_layers(model)
-    assert layers and not kept
-    fusing._use_own_attention(layers[0].config)
-    model.get_base_model().disable_input_require_grads()
-    walks.shorten_walks(model)
-    if not replayed:
-        return None
-    replays = OnCpu(CPU, len(layers), keep_activations)
-    for layer in layers:
-        gemma4.replay_layer(layer, replays)
-    return replays
-
-
 def train(checkpoint, out, how: str, change=None, lengths=(24,), **fields):
+    """`how`: "plain", "fused", "replayed", or "kept" (replayed, keeping activations where there is room)."""
     torch.manual_seed(0)
-    trainer = QLoRASFTTrainer(checkpoint, sft_config(out, bf16=False, **fields), train_dataset=token_rows(128, lengths))
-    replays = fuse(trainer.model, how in ("replayed", "kept"), how == "kept") if how != "plain" else None
+    config = sft_config(out, bf16=False, fused=how != "plain", keep_activations=how == "kept", **fields)
+    with nullcontext() if how == "plain" else fused_on_cpu(replayed=how != "fused"):
+        trainer = QLoRASFTTrainer(checkpoint, config, train_dataset=token_rows(128, lengths))
+    replays = replays_of(trainer.model)
+    assert (replays is not None) == (how in ("replayed", "kept"))
     if change is not None:
         change(trainer)
     trainer.train()
@@ -497,3 +474,36 @@ def test_nothing_changes_on_the_cpu(checkpoint, tmp_path):
     trainer = QLoRASFTTrainer(checkpoint, sft_config(tmp_path, fused=True), train_dataset=token_rows(8))
     assert fusing.apply_fused_layers(trainer.model, CPU) == "fused operations: none (no GPU)"
     assert not any(hasattr(m, "replay") or hasattr(m, "joined") for m in trainer.model.modules())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "fused operations: 8 decoder layers, attention over stretches of queries, CUDA graphs of layers, for shapes that come again"),
+        ({"keep_activations": True}, "CUDA graphs of layers, for shapes that come again, which keep activations where there is memory"),
+        ({"attn_implementation": "eager"}, "fused operations: 8 decoder layers, CUDA graphs of layers, for shapes that come again"),
+        ({"fused": False}, "fused operations: turned off"),
+        ({"peft_config": LoraConfig(use_dora=True, target_modules="all-linear")}, "none; 69 not: an adapter of kind DoraLinearVariant"),
+    ],
+)
+def test_what_is_active_is_said(checkpoint, tmp_path, caplog, fields, said):
+    config = sft_config(tmp_path, **{name: value for name, value in fields.items() if name != "peft_config"})
+    with fused_on_cpu(), caplog.at_level("INFO"):
+        QLoRASFTTrainer(checkpoint, config, train_dataset=token_rows(8), peft_config=fields.get("peft_config"))
+    line = next(message for message in caplog.messages if message.startswith("fused operations"))
+    assert line.endswith(said)
+
+
+def test_kept_activations_without_graphs_are_said_to_be_none(checkpoint, tmp_path, caplog):
+    QLoRASFTTrainer(checkpoint, sft_config(tmp_path, keep_activations=True), train_dataset=token_rows(8))
+    assert any("`keep_activations=True` has no effect" in message for message in caplog.messages)
+
+
+def test_activations_that_go_to_host_memory_are_not_kept_by_graphs(checkpoint, tmp_path):
+    config = sft_config(tmp_path, gradient_checkpointing=False)
+    config.activation_offloading = True  # refused on the CPU
+    trainer = QLoRASFTTrainer(checkpoint, sft_config(tmp_path), train_dataset=token_rows(8))
+    trainer.args = config
+    with fused_on_cpu():
+        assert trainer._fuse(config).endswith("no CUDA graphs: activations go to host memory")
+    assert replays_of(trainer.model) is None

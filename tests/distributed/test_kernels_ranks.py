@@ -27,40 +27,35 @@ def train_all(checkpoint, out):
 
 def train(checkpoint, out, how, env, gradient_accumulation_steps=1):
     import os
+    from contextlib import nullcontext
 
     import torch
     from accelerate.state import AcceleratorState
 
-    from tests.test_kernels import fuse
+    from tests.fused_on_cpu import fused_on_cpu, replays_of
     from tests.tiny import logged, sft_config, token_rows
-    from trl_fsdp_qlora import QLoRASFTTrainer, base_trainer
+    from trl_fsdp_qlora import QLoRASFTTrainer
 
     for name in list(os.environ):
         if name.startswith("FSDP_") or name == "ACCELERATE_USE_FSDP":
             del os.environ[name]
     os.environ.update(env)
     AcceleratorState._reset_state()
-    replays = []
-
-    def apply(model, device):
-        if how is not None:
-            replays.append(fuse(model, how == "replayed"))
-        return f"fused operations: {how}"
-
-    base_trainer.apply_fused_layers = apply
     share = int(os.environ.get("WORLD_SIZE", 1)) * gradient_accumulation_steps
     config = sft_config(
         out,
         max_steps=8,
         bf16=False,
-        fused=True,
+        fused=how is not None,
         per_device_train_batch_size=4 // share,
         gradient_accumulation_steps=gradient_accumulation_steps,
     )
     torch.manual_seed(0)
-    trainer = QLoRASFTTrainer(checkpoint, config, train_dataset=token_rows(64))
+    with nullcontext() if how is None else fused_on_cpu(replayed=how == "replayed"):
+        trainer = QLoRASFTTrainer(checkpoint, config, train_dataset=token_rows(64))
     trainer.train()
-    recordings = sum(len(kinds) for kinds in replays[0].recordings.values()) if how == "replayed" else 0
+    replays = replays_of(trainer.model)
+    recordings = 0 if replays is None else sum(len(kinds) for kinds in replays.recordings.values())
     return {"logged": logged(trainer), "recordings": recordings}
 
 

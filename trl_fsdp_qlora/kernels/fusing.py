@@ -24,32 +24,38 @@ def apply_fused_layers(
     Call it before the model is laid over ranks. Gemma 4's decoder layers become fused layers that replay CUDA graphs; of other
     models the LoRA layers alone are fused. On the CPU nothing changes.
     """
-    if device.type != "cuda" or triton is None:
-        return f"fused operations: none ({'no GPU' if device.type != 'cuda' else 'Triton is not installed'})"
-    layers, kept = _decoder_layers(model)
+    if (missing := what_is_missing(device)) is not None:
+        return f"fused operations: none ({missing})"
+    layers, unfused = _decoder_layers(model)
     if layers:
         active = [f"{len(layers)} decoder layers"]
         active += _use_own_attention(layers[0].config) if attention else []
         if replay:
             _replay(layers, device, keep_activations)
-            kept = ", which keep activations where there is memory" if keep_activations else ""
-            active.append(f"CUDA graphs of layers, for shapes that come again{kept}")
+            extent = ", which keep activations where there is memory" if keep_activations else ""
+            active.append(f"CUDA graphs of layers, for shapes that come again{extent}")
         # Only reentrant checkpointing needs inputs with gradients. Without them the backward pass ends at the first adapter.
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         if hasattr(base, "disable_input_require_grads"):
             base.disable_input_require_grads()
     else:
-        count, kept = _fuse_linears(model)
+        count, unfused = _fuse_linears(model)
         active = [f"{count} LoRA layers"] if count else []
-    notes = "".join(f"; {n} not: {reason}" for reason, n in kept.items())
+    notes = "".join(f"; {n} not: {reason}" for reason, n in unfused.items())
     return f"fused operations: {', '.join(active) or 'none'}{notes}"
+
+
+def what_is_missing(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "no GPU"
+    return "Triton is not installed" if triton is None else None
 
 
 def _decoder_layers(model: nn.Module) -> tuple[list[nn.Module], Counter]:
     """Gemma 4's decoder layers, fused, and why some are not."""
     from . import gemma4
 
-    fused, kept = [], Counter()
+    fused, unfused = [], Counter()
     for module in list(model.modules()):
         if type(module) is gemma4.Gemma4TextDecoderLayer:
             reason = gemma4.why_not(module)
@@ -57,8 +63,8 @@ def _decoder_layers(model: nn.Module) -> tuple[list[nn.Module], Counter]:
                 gemma4.fuse(module)
                 fused.append(module)
             else:
-                kept[reason] += 1
-    return fused, kept
+                unfused[reason] += 1
+    return fused, unfused
 
 
 def _use_own_attention(config) -> list[str]:
@@ -84,7 +90,7 @@ def _fuse_linears(model: nn.Module) -> tuple[int, Counter]:
     """LoRA layers of a model whose decoder layers nobody fused, each alone."""
     from .joined_layers import fused_forward
 
-    count, kept = 0, Counter()
+    count, unfused = 0, Counter()
     for module in model.modules():
         if isinstance(module, LoraLayer):
             reason = unknown_kind(module) or ("hooks" if hooked([module]) else None)
@@ -93,5 +99,5 @@ def _fuse_linears(model: nn.Module) -> tuple[int, Counter]:
                 module.forward = types.MethodType(fused_forward, module)
                 count += 1
             else:
-                kept[reason] += 1
-    return count, kept
+                unfused[reason] += 1
+    return count, unfused
