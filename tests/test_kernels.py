@@ -12,7 +12,7 @@ from tests.fused_on_cpu import OnCpu, fused_on_cpu, replays_of
 from tests.tiny import logged, sft_config, token_rows
 from trl_fsdp_qlora import QLoRASFTTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4
-from trl_fsdp_qlora.kernels import attention, fusing, graph_pool, joined_layers, recording, replay, walks
+from trl_fsdp_qlora.kernels import attention, fusing, graph_pool, joined_layers, qlora_linear, recording, replay, walks
 from trl_fsdp_qlora.kernels.qlora_linear import LinearGroup, QLoRALinear, Slot, qlora_linear_reference
 
 CPU = torch.device("cpu")
@@ -54,15 +54,15 @@ def test_gradients_of_a_joined_linear(rows, outputs, ranks, bias):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
-def lora_layer(quantised=True, dtype=torch.float32, adapters=("default",), bias=False, **config):
+def lora_layer(quantised=True, dtype=torch.float32, adapters=("default",), bias=False, inputs=64, outputs=32, **config):
     """A PEFT layer with trained-looking adapters."""
     import bitsandbytes as bnb
     from peft import LoraConfig, inject_adapter_in_model
 
     torch.manual_seed(1)
-    base = nn.Linear(64, 32, bias=bias)
+    base = nn.Linear(inputs, outputs, bias=bias)
     if quantised:
-        quant = bnb.nn.Linear4bit(64, 32, bias=bias, compute_dtype=dtype, quant_type="nf4", quant_storage=dtype)
+        quant = bnb.nn.Linear4bit(inputs, outputs, bias=bias, compute_dtype=dtype, quant_type="nf4", quant_storage=dtype)
         quant.load_state_dict(base.state_dict())
         base = quant.to("cpu")
     model = nn.ModuleDict({"proj": base.to(dtype)})
@@ -83,6 +83,23 @@ def test_a_joined_layer_is_pefts(options):
     wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
     dy = torch.randn(2, 5, 32)
     expected, got = layer(x), joined_layers.JoinedLayers([layer])(x)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(torch.autograd.grad(got, wanted, dy), torch.autograd.grad(expected, wanted, dy), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("inputs, outputs", [(64, [128, 64]), (64, [192]), (128, [32, 32]), (256, [64])])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("adapters", [("default",), ("default", "second")])
+def test_low_rank_paths_inside_the_products_of_wide_layers(monkeypatch, inputs, outputs, rows, one_by_one, adapters):
+    if one_by_one:
+        monkeypatch.setattr(qlora_linear, "MAX_JOINT", 0)
+    layers = [lora_layer(inputs=inputs, outputs=width, adapters=adapters, bias=True) for width in outputs]
+    joined, x = joined_layers.JoinedLayers(layers), torch.randn(rows, inputs, requires_grad=True)
+    wanted = [x, *(p for layer in layers for p in layer.parameters() if p.requires_grad)]
+    dy = torch.randn(rows, sum(outputs))
+    expected, got = torch.cat([layer(x) for layer in layers], dim=-1), joined(x)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(torch.autograd.grad(got, wanted, dy), torch.autograd.grad(expected, wanted, dy), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -56,6 +56,27 @@ def agree(got, expected, loss: float, grad_norm: float) -> None:
         assert a_norm == pytest.approx(b_norm, rel=grad_norm)
 
 
+@pytest.mark.parametrize("rows, columns, beside", [(96, 128, 16), (64, 1536, 32), (130, 320, 8)])
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_numbers_are_those_of_bitsandbytes(rows, columns, beside, double_quant):
+    """Bit for bit, also into a matrix with room for more columns and rows, which stay as they were."""
+    import bitsandbytes as bnb
+
+    from trl_fsdp_qlora.kernels.dequantize import dequantize, dequantize_reference
+
+    layer = bnb.nn.Linear4bit(
+        columns, rows, bias=False, compute_dtype=torch.bfloat16, compress_statistics=double_quant, quant_type="nf4", quant_storage=torch.bfloat16
+    ).cuda()  # fmt: skip
+    state = layer.weight.quant_state
+    state.dtype = torch.bfloat16
+    expected = dequantize_reference(layer.weight, state, torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda"))
+    assert torch.equal(dequantize(layer.weight, state, torch.empty_like(expected)), expected)
+    larger = torch.full((rows + 2, columns + beside), 7.0, dtype=torch.bfloat16, device="cuda")
+    dequantize(layer.weight, state, larger[:rows, :columns])
+    assert torch.equal(larger[:rows, :columns], expected)
+    assert bool((larger[rows:] == 7).all()) and bool((larger[:, columns:] == 7).all())
+
+
 def test_replayed_layers_train_as_eager_and_as_plain_ones(checkpoint, tmp_path):
     replayed = train(checkpoint, tmp_path, True)
     eager = train(checkpoint, tmp_path, True, replay=False)

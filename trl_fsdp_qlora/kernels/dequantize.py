@@ -21,7 +21,7 @@ def dequantize_reference(packed: torch.Tensor, state: QuantState, out: torch.Ten
 
 
 def dequantize(packed: torch.Tensor, state: QuantState, out: torch.Tensor) -> torch.Tensor:
-    """Write the numbers of `packed` (bytes in a container of any dtype) to `out` (rows, columns), contiguous."""
+    """Write the numbers of `packed` (bytes in a container of any dtype) to `out` (rows, columns), rows any distance apart."""
     if out.dtype != state.dtype or not one_launch_can(packed, state):
         return dequantize_reference(packed, state, out)
     _launch(packed.detach(), state, out, matrices=1, chosen=None)
@@ -55,11 +55,13 @@ def _launch(packed: torch.Tensor, state: QuantState, out: torch.Tensor, matrices
         state.offset if nested else state.code,
         state.code if chosen is None else chosen,
         out,
+        out.stride(-2),
         n_bytes,
         triton.cdiv(n_bytes, state.blocksize // 2),
         BYTES_PER_BLOCK=state.blocksize // 2,
         NESTED=nested,
         CHOSEN=chosen is not None,
+        COLUMNS=0 if out.is_contiguous() else out.shape[-1],
         BLOCK=_BYTES_PER_PROGRAM,
         num_warps=4,
         # A fused multiply-add would round differently from bitsandbytes.
@@ -76,12 +78,14 @@ def _dequantize_kernel(
     absmax_scale_ptr,  # (matrices, blocks / 256) fp32
     offset_ptr,  # (matrices,) fp32
     chosen_ptr,  # numbers of the matrices wanted
-    out_ptr,  # (matrices wanted, 2 * bytes)
+    out_ptr,  # (matrices wanted, 2 * bytes), or one matrix whose rows are `row_stride` numbers apart
+    row_stride,
     n_bytes,
     n_blocks,
     BYTES_PER_BLOCK: tl.constexpr,
     NESTED: tl.constexpr,
     CHOSEN: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of a row; 0 where rows follow each other
     BLOCK: tl.constexpr,
 ):
     target = tl.program_id(1).to(tl.int64)
@@ -100,5 +104,8 @@ def _dequantize_kernel(
     low = tl.load(code_ptr + (byte & 15)) * absmax
     numbers = tl.interleave(high, low).to(out_ptr.dtype.element_ty)
     start = tl.program_id(0).to(tl.int64) * (2 * BLOCK)
-    place = tl.arange(0, 2 * BLOCK)
-    tl.store(out_ptr + target * 2 * n_bytes + start + place, numbers, mask=(start + place) // 2 < n_bytes)
+    place = start + tl.arange(0, 2 * BLOCK)
+    inside = place // 2 < n_bytes
+    if COLUMNS:
+        place = place // COLUMNS * row_stride + place % COLUMNS
+    tl.store(out_ptr + target * 2 * n_bytes + place, numbers, mask=inside)

@@ -3,6 +3,10 @@
 Layers that read the same input (query, key and value; gate and up) form a group: one product with all their weights,
 one with all their A matrices.
 
+Adding the low-rank path to a result much wider than the input reads and writes that result once more, which costs as much as a
+quarter of the product that made it. Where that is so, the low-rank path is in the product: `[x u] [W sB]'` instead of
+`x W' + s u B'`, for packed weights, which are unpacked into a matrix with room for `sB`.
+
 Shapes: N rows (tokens), I in_features, O out_features of the whole group, R ranks of the whole group.
 """
 
@@ -16,6 +20,8 @@ from .dequantize import dequantize
 
 # Numbers of a group's weights that are dequantised at once: 256 MiB in 16 bit. Above, one product would gain little.
 MAX_JOINT = 2**27
+# How many times as wide as what goes into a product its result must be for the low-rank path to be part of the product.
+WIDE = 2
 
 
 @dataclass
@@ -40,21 +46,21 @@ class LinearGroup:
         self.columns = [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
         self.packed = all(getattr(layer, "quant_state", None) is not None for layer in layers)
         self.dtype = layers[0].quant_state.dtype if self.packed else layers[0].weight.dtype
+        self.inputs, self.outputs = layers[0].in_features, self.columns[-1].stop
+        joint = len(layers) == 1 or self.packed and self.outputs * self.inputs <= MAX_JOINT
+        self.parts = [(slice(0, self.outputs), layers)] if joint else [(c, [la]) for c, la in zip(self.columns, layers, strict=True)]
 
-    def weights(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    def weights(self, dtype: torch.dtype, below: int = 0, beside: int = 0) -> Iterator[tuple[slice, torch.Tensor]]:
         """Columns of the output, and the weight (O, I) that makes them: one for a packed group that is small enough, else one
-        a layer, made when its turn comes."""
-        if self.packed and self.columns[-1].stop * self.layers[0].in_features <= MAX_JOINT:
-            yield slice(0, self.columns[-1].stop), self._numbers(self.layers, dtype)
-            return
-        for columns, layer in zip(self.columns, self.layers, strict=True):
-            yield columns, self._numbers([layer], dtype) if self.packed else layer.weight.to(dtype)
+        a layer, made when its turn comes. Those of packed groups can have `below` more rows and `beside` more columns, not filled."""
+        for columns, layers in self.parts:
+            yield columns, self._numbers(layers, dtype, below, beside) if self.packed else layers[0].weight.to(dtype)
 
-    def _numbers(self, layers: list[nn.Module], dtype: torch.dtype) -> torch.Tensor:
+    def _numbers(self, layers: list[nn.Module], dtype: torch.dtype, below: int, beside: int) -> torch.Tensor:
         """The dequantised weights of `layers`, one below the other."""
         sizes = [layer.out_features for layer in layers]
-        whole = torch.empty((sum(sizes), layers[0].in_features), dtype=dtype, device=layers[0].weight.device)
-        for rows, layer in zip(whole.split(sizes), layers, strict=True):
+        whole = torch.empty((sum(sizes) + below, self.inputs + beside), dtype=dtype, device=layers[0].weight.device)
+        for rows, layer in zip(whole[: sum(sizes), : self.inputs].split(sizes), layers, strict=True):
             dequantize(layer.weight, layer.quant_state, rows)
         return whole
 
@@ -94,47 +100,70 @@ class QLoRALinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, x_low, group: LinearGroup, slots: list[Slot], *adapters):
         # x: (N, I). x_low: the input of the low-rank path where dropout makes it another, else None.
-        y = x.new_empty((x.shape[0], group.columns[-1].stop))
-        for columns, weight in group.weights(x.dtype):
-            torch.mm(x, weight.t(), out=y[:, columns])
-            del weight
-        group.add_biases(y)
-        ctx.group, ctx.slots = group, slots
+        y = x.new_empty((x.shape[0], group.outputs))
         if slots:
             low = x if x_low is None else x_low
             u = low @ _joint_a(slots, adapters, x).t()  # (N, R)
+            ctx.save_for_backward(low, u, *adapters)
+        together = slots and group.packed and group.outputs >= WIDE * group.inputs
+        left = torch.cat((x, u), dim=1) if together else x
+        for columns, weight in group.weights(x.dtype, beside=u.shape[1] if together else 0):
+            if together:
+                _put_b(weight[:, group.inputs :], columns, slots, adapters)
+            torch.mm(left, weight.t(), out=y[:, columns])
+            del weight
+        if slots and not together:
             for slot, b in zip(slots, adapters[1::2], strict=True):
                 y[:, slot.columns].addmm_(u[:, slot.ranks], b.to(x.dtype).t(), alpha=slot.scale)
-            ctx.save_for_backward(low, u, *adapters)
-        ctx.has_own_low = x_low is not None
+        group.add_biases(y)
+        ctx.group, ctx.slots, ctx.has_own_low = group, slots, x_low is not None
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        slots, needs = ctx.slots, ctx.needs_input_grad
-        dx = dx_low = None
-        if needs[0]:
-            for columns, weight in ctx.group.weights(dy.dtype):
-                dx = dy[:, columns] @ weight if dx is None else dx.addmm_(dy[:, columns], weight)
-                del weight
+        group, slots, needs = ctx.group, ctx.slots, ctx.needs_input_grad
         if not slots:
-            return dx, None, None, None
+            return _times_weights(dy, group) if needs[0] else None, None, None, None
         low, u, *adapters = ctx.saved_tensors
         du = torch.empty_like(u)  # (N, R), scales included
         for slot, b in zip(slots, adapters[1::2], strict=True):
             torch.mm(dy[:, slot.columns], torch.mul(b, slot.scale, out=_empty_as(b, dy.dtype)), out=du[:, slot.ranks])
-        if needs[0] or needs[1]:
-            a = _joint_a(slots, adapters, dy)
-            if ctx.has_own_low:
-                dx_low = du @ a
-            else:
-                dx.addmm_(du, a)
+        dx = dx_low = None
+        a = _joint_a(slots, adapters, dy) if needs[0] or needs[1] else None
+        if ctx.has_own_low:
+            dx = _times_weights(dy, group) if needs[0] else None
+            dx_low = du @ a if needs[1] else None
+        elif needs[0] and group.packed and len(group.parts) == 1 and group.inputs >= WIDE * group.outputs:
+            [(_, weight)] = group.weights(dy.dtype, below=len(a))
+            weight[group.outputs :] = a
+            dx = torch.cat((dy, du), dim=1) @ weight
+            del weight
+        elif needs[0]:
+            dx = _times_weights(dy, group).addmm_(du, a)
         grads = []
         da = product_in_fp32(du.t(), low)  # (R, I)
         for slot, a, b in zip(slots, adapters[::2], adapters[1::2], strict=True):
             db = product_in_fp32(dy[:, slot.columns].t(), u[:, slot.ranks]).mul_(slot.scale)
             grads += [da[slot.ranks].to(a.dtype), db.to(b.dtype)]
         return dx, dx_low, None, None, *grads
+
+
+def _times_weights(dy: torch.Tensor, group: LinearGroup) -> torch.Tensor:
+    """`dy W`, (N, I)."""
+    dx = None
+    for columns, weight in group.weights(dy.dtype):
+        dx = dy[:, columns] @ weight if dx is None else dx.addmm_(dy[:, columns], weight)
+        del weight
+    return dx
+
+
+def _put_b(target: torch.Tensor, columns: slice, slots: list[Slot], adapters) -> None:
+    """`sB` of each slot of the outputs `columns`, in the columns of `target` (columns, R) that its ranks have, and zero elsewhere."""
+    target.zero_()
+    for slot, b in zip(slots, adapters[1::2], strict=True):
+        if columns.start <= slot.columns.start and slot.columns.stop <= columns.stop:
+            rows = slice(slot.columns.start - columns.start, slot.columns.stop - columns.start)
+            torch.mul(b, slot.scale, out=target[rows, slot.ranks])
 
 
 def _empty_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
