@@ -32,10 +32,9 @@ def parse():
 
 
 def _forget_recordings(model) -> None:
-    """A training run knows one length; here each comes in its place."""
-    for replays in {id(m.replay.replays): m.replay.replays for m in model.modules() if hasattr(m, "replay")}.values():
-        replays.release()
-        replays.broken = False
+    """A training run knows one length and one limit; here each comes in its place."""
+    for replays in {m.replay.replays for m in model.modules() if hasattr(m, "replay")}:
+        replays.forget()
 
 
 def main():

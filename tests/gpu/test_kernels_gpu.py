@@ -64,9 +64,8 @@ def test_numbers_are_those_of_bitsandbytes(rows, columns, beside, double_quant):
 
     from trl_fsdp_qlora.kernels.dequantize import dequantize, dequantize_reference
 
-    layer = bnb.nn.Linear4bit(
-        columns, rows, bias=False, compute_dtype=torch.bfloat16, compress_statistics=double_quant, quant_type="nf4", quant_storage=torch.bfloat16
-    ).cuda()  # fmt: skip
+    options = {"compress_statistics": double_quant, "quant_type": "nf4", "quant_storage": torch.bfloat16}
+    layer = bnb.nn.Linear4bit(columns, rows, bias=False, compute_dtype=torch.bfloat16, **options).cuda()
     state = layer.weight.quant_state
     state.dtype = torch.bfloat16
     expected = dequantize_reference(layer.weight, state, torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda"))

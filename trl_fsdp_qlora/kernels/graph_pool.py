@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ class Replays:
     def __init__(self, device: torch.device, layers: int = 0, keep_activations: bool = False):
         self.device, self.layers, self.keep_activations = device, layers, keep_activations
         self.recordings: dict[tuple, dict[tuple, Recording]] = {}
+        self.met: Counter = Counter()  # how often a layer has met a shape of batch, with gradients or without
         self.broken = self.full = False
         self.kept_shape: tuple | None = None  # of batches whose activations are kept; () once that failed
         # Of the checkpointed layers, which keep activations all the same (`keep_activations`).
@@ -72,6 +74,14 @@ class Replays:
         self._buffers.clear()
         self._arena, self._pool_bytes = None, 0
         self._give_memory_back()
+
+    def forget(self) -> None:
+        """Be as new: for a process that trains again under another memory limit, or after it ran out of memory."""
+        self.release()
+        self.met.clear()
+        self.keepers.clear()
+        self._step_bytes.clear()
+        self.broken, self.full, self.kept_shape = False, False, None
 
     def stop_keeping(self) -> None:
         """Activations are computed again from now on."""

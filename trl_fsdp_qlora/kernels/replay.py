@@ -22,7 +22,6 @@ shapes, generation with a cache, dropout, hooks on inner modules) takes the laye
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,11 +55,10 @@ class Kind:
 
 
 class LayerReplay:
-    """One layer's side: its kind, where its tensors are, which shapes it has met."""
+    """One layer's side: its kind, and where its tensors are."""
 
     def __init__(self, replays: Replays, kind: Kind):
         self.replays, self.kind = replays, kind
-        self.met: Counter = Counter()
         self.checked: set[Recording] = set()
         self._views: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(kind.packed)
 
@@ -205,8 +203,8 @@ def replay(layer: LayerReplay, x, ple, k, v, cos, sin, mask):
     shape_key = (tuple(x.shape), _like(mask))
     wants = {name: grad and t is not None and t.requires_grad for name, t in inputs.items()}
     trains = tuple(t.requires_grad for t in tensors) if grad else None
-    layer.met[shape_key, grad] += 1
-    if layer.met[shape_key, grad] < RECORD_AT or not layer.replays.may_record(shape_key):
+    layer.replays.met[layer, shape_key, grad] += 1
+    if layer.replays.met[layer, shape_key, grad] < RECORD_AT or not layer.replays.may_record(shape_key):
         return None
     layer.replays.note_step(shape_key, grad)
     keep = grad and layer.replays.keeps(layer, shape_key)
