@@ -59,11 +59,14 @@ def longest_table() -> str:
         return "No results yet."
     limits = sorted({found["limit_gib"] for e in entries for found in e["longest_sequences"]})
     lines = [f"| model | {' | '.join(f'{limit:g} GiB' for limit in limits)} |", "|---" * (len(limits) + 1) + "|"]
+    models: dict[tuple, dict[float, int]] = {}  # what ran in any run
     for e in entries:
-        by_limit = {found["limit_gib"]: found["longest"] for found in e["longest_sequences"]}
-        cells = [f"{by_limit[limit]:,}" if by_limit.get(limit) else "–" for limit in limits]
-        extra = f" ({', '.join(e['extra'])})" if e["extra"] else ""
-        lines.append(f"| {e['model'].upper()}{extra} | {' | '.join(cells)} |")
+        longest = models.setdefault((e["model"].upper(), ", ".join(e["extra"])), {})
+        for found in e["longest_sequences"]:
+            longest[found["limit_gib"]] = max(longest.get(found["limit_gib"], 0), found["longest"] or 0)
+    for (model, extra), longest in models.items():
+        cells = [f"{longest[limit]:,}" if longest.get(limit) else "–" for limit in limits]
+        lines.append(f"| {model}{f' ({extra})' if extra else ''} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", where(entries[0])])
 
 
