@@ -20,6 +20,7 @@ from datasets import Dataset
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 pytest.importorskip("vllm", reason="needs vLLM")
 
+SHORT = {"max_completion_length": 32, "max_steps": 3}  # an engine that issues every launch takes a second for a few tokens
 PROMPTS = ["the quick brown fox", "brown 123", "0123456789 the quick", "fox fox the"]
 # Ways into an engine that differ between vLLM versions and machines.
 ENGINE = {"enforce_eager": True, **json.loads(os.environ.get("ENGINE_KWARGS", "{}"))}
@@ -60,19 +61,19 @@ def test_four_bit_at_the_real_shape(e2b, tmp_path):
 
 def test_sixteen_bit_engine(e2b, tmp_path):
     """The engine's base in bf16 beside a 4-bit base in training: another policy, and corrected for."""
-    result = run("train", e2b, tmp_path, vllm_base_quantization="none")
+    result = run("train", e2b, tmp_path, vllm_base_quantization="none", **SHORT)
     assert result["same_base_bytes"] and statistics.median(result["sync_ms"][1:]) <= 50
     assert 0 < max(result["gap_mean"]) < 0.5
 
 
 def test_sleeping_between_rollouts(e2b, tmp_path):
     """Level 1: the base sleeps in host memory and is there when the engine wakes."""
-    result = run("train", e2b, tmp_path, vllm_base_quantization="bitsandbytes", vllm_enable_sleep_mode=True)
+    result = run("train", e2b, tmp_path, vllm_base_quantization="bitsandbytes", vllm_enable_sleep_mode=True, **SHORT)
     assert max(result["gap_mean"]) < 0.05 and result["versions"] == result["steps"]
 
 
 def test_through_a_file(e2b, tmp_path):
-    result = run("train", e2b, tmp_path, vllm_base_quantization="bitsandbytes", vllm_adapter_sync="file")
+    result = run("train", e2b, tmp_path, vllm_base_quantization="bitsandbytes", vllm_adapter_sync="file", **SHORT)
     assert max(result["gap_mean"]) < 0.05
 
 
