@@ -76,7 +76,8 @@ def make_trainer(contender: str, args):
 
     vocabulary = AutoConfig.from_pretrained(args.checkpoint).get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(6, vocabulary, (args.batch if args.one_batch else args.steps * args.batch, args.seq), generator=generator)
+    count = args.batch if args.one_batch else args.steps * args.batch * int(os.environ.get("WORLD_SIZE", 1))
+    rows = torch.randint(6, vocabulary, (count, args.seq), generator=generator)
     rows = rows.repeat(args.steps, 1) if args.one_batch else rows
     common = dict(
         output_dir=f"/tmp/benchmark_{contender}",
