@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every measurement on one GPU, in parts; results go to benchmarks/results, and the tables of docs/benchmarks.md are made from them.
-#   benchmarks/all.sh tests kernels memory_e2b speed_e2b batches_e2b longest_e2b memory_31b experts grpo ...   (the names of the parts are the functions below)
+#   benchmarks/all.sh tests kernels memory_e2b speed_e2b batches_e2b longest_e2b memory_31b experts grpo ranks_e2b ...   (the names of the parts are the functions below)
 #   MODELS=DIR    where checkpoints are made (random weights at the real shapes; 31b takes 58 GB, 26b_a4b 51 GB)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -26,6 +26,10 @@ for size in e2b e4b 31b 26b_a4b; do
     eval "memory_$size() { make $size; python3 benchmarks/memory.py $models/$size --name $size --out $results/memory_$size.json; }"
     eval "speed_$size() { make $size; speed $size; }"
     eval "longest_$size() { make $size; python3 benchmarks/longest_sequence.py $models/$size --name $size --seconds 400 --out $results/longest_$size.json; }"
+done
+ranks() { gpu_tests ranks tests/gpu/test_ranks_gpu.py; }
+for size in e2b e4b 31b 26b_a4b; do  # two GPUs against one: speed, then the same rows
+    eval "ranks_$size() { make $size; for batch in '--batch 1' '--total_batch 2 --steps 50 --contenders ours'; do python3 benchmarks/ranks.py $models/$size --name $size --out $results/ranks_$size.json \$batch; done; }"
 done
 offloaded_31b() { make 31b; python3 benchmarks/memory.py "$models/31b" --name 31b --contenders ours --extra activation_offloading=true --out $results/memory_31b.json; }
 experts() { make 26b_a4b; A4B_CHECKPOINT=$models/26b_a4b gpu_tests experts tests/gpu/test_experts_gpu.py; }

@@ -1,4 +1,5 @@
-"""Real ranks for tests: `run_ranks` starts gloo processes on the CPU, collects what each returns, and never leaves one behind.
+"""Real ranks for tests: `run_ranks` starts gloo processes on the CPU (or, with `gpu`, a process for each GPU), collects what each
+returns, and never leaves one behind.
 
     losses = run_ranks(2, train_some_steps, str(model_folder), steps=20, env={"ACCELERATE_USE_FSDP": "true"})
     outputs = run_ranks(2, "recipes/sft_gemma4.py", "--max_steps", "1")
@@ -35,7 +36,7 @@ class RankError(RuntimeError):
     """A rank failed or the time ran out. The message holds what each such rank wrote to stderr, the first to fail first."""
 
 
-def run_ranks(world_size, target, *args, timeout=120, env=None, **kwargs):
+def run_ranks(world_size, target, *args, timeout=120, env=None, gpu=False, **kwargs):
     """Runs `target(*args, **kwargs)` on `world_size` ranks and returns the list of their results, by rank.
 
     With a script's path as target, the `args` are its command line and a rank's result is what it printed.
@@ -47,13 +48,13 @@ def run_ranks(world_size, target, *args, timeout=120, env=None, **kwargs):
             raise TypeError(f"a script takes no keyword arguments, got {sorted(kwargs)}")
         spec = {"script": str(target), "args": [str(arg) for arg in args]}
 
-    start = _Fresh if "PYTHONPATH" in (env or {}) else _Forked
+    start = _Fresh if gpu or "PYTHONPATH" in (env or {}) else _Forked
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         folder = Path(folder)
         (folder / "spec.json").write_text(json.dumps(spec))
         ranks = []
         try:
-            for rank_env in _environments(world_size, env or {}):
+            for rank_env in _environments(world_size, env or {}, gpu):
                 ranks.append(start(folder, len(ranks), rank_env))
             failed, timed_out = _wait(ranks, timeout)
             if failed or timed_out:
@@ -66,7 +67,7 @@ def run_ranks(world_size, target, *args, timeout=120, env=None, **kwargs):
         return [(folder / f"{rank}.out").read_text() for rank in range(world_size)]
 
 
-def _environments(world_size, extra):
+def _environments(world_size, extra, gpu):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -76,8 +77,7 @@ def _environments(world_size, extra):
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "ACCELERATE_USE_CPU": "true",
-        "CUDA_VISIBLE_DEVICES": "",
+        **({} if gpu else {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}),
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }

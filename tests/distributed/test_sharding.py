@@ -87,7 +87,7 @@ def train(checkpoint, output_dir, steps=STEPS, rows_per_step=4, keep_small_shard
         streaming.MIN_BYTES = usual
     held_out = trainer.evaluate()["eval_loss"]
     trainer.train()
-    ids = torch.randint(8, 300, (1, 8))
+    ids = torch.randint(8, 300, (1, 8)).to(trainer.args.device)
     with torch.no_grad():
         scored = trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
     sharding.reshard(trainer.model)
@@ -214,9 +214,10 @@ def test_a_failing_rank_is_seen(tmp_path):
         run_ranks(2, run_scenarios, str(tmp_path / "no_model"), str(tmp_path), ["replicas"])
 
 
-def gathered_bytes():
+def gathered_bytes(device_type="cpu"):
     """Every 16-bit pattern through the units of a real sharded model, under every allowed policy."""
     import itertools
+    import os
 
     import torch
     from torch import nn
@@ -227,8 +228,11 @@ def gathered_bytes():
     from trl_fsdp_qlora.sharding import ShardingRequest, shard_model, verify_packed_bytes
     from trl_fsdp_qlora.streaming import packed_checksum
 
-    torch.distributed.init_process_group("gloo")
-    patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.uint8).repeat(2)
+    device = torch.device(device_type, int(os.environ["LOCAL_RANK"])) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.uint8).repeat(2).to(device)
 
     class Packed(nn.Linear):
         def __init__(self, storage):
@@ -272,10 +276,10 @@ def gathered_bytes():
     seen = []
     floats = (torch.bfloat16, torch.float32)
     for storage, adapters, reduce, cast in itertools.product(floats, floats, (None, torch.float32), (True, False)):
-        model = Model(storage, adapters)
+        model = Model(storage, adapters).to(device)
         policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=cast)
-        shard_model(model, init_device_mesh("cpu", (2,)), ShardingRequest(fsdp=True), mp_policy=policy)
-        model(torch.arange(4)).float().sum().backward()
+        shard_model(model, init_device_mesh(device_type, (2,)), ShardingRequest(fsdp=True), mp_policy=policy)
+        model(torch.arange(4, device=device)).float().sum().backward()
         packed = packed_weights(model)
         try:
             verify_packed_bytes(model, {name: packed_checksum(patterns.flip(0)) for name in packed})
