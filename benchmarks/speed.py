@@ -47,6 +47,7 @@ def parse(argv=None):
     parser.add_argument(
         "--kernels", type=int, default=0, metavar="N", help="print the N kernels that take most of a step, of each contender"
     )
+    parser.add_argument("--unsloth_path", default=None, help="PYTHONPATH of Unsloth, which wants other versions of packages")
     parser.add_argument("--host_profile", action="store_true", help="print where this project's host time goes in one step")
     parser.add_argument("--out", default=None, help="JSON file that the results are added to")
     parser.add_argument("--only", default=None, help=argparse.SUPPRESS)  # this process is one contender
@@ -63,10 +64,14 @@ def main() -> None:
     results = []
     about = {**memory.shape(args), "extra": args.extra, "run": time.strftime("%Y-%m-%d %H:%M:%S")}
     for contender in args.contenders:
-        if contender == "unsloth" and find_spec("unsloth") is None:
+        environment = {**os.environ, "STARTED": str(time.time())}
+        if contender == "unsloth" and args.unsloth_path:
+            environment["PYTHONPATH"] = args.unsloth_path
+        elif contender == "unsloth" and find_spec("unsloth") is None:
+            print("unsloth is not installed: left out", flush=True)
             continue
         command = [sys.executable, __file__, *sys.argv[1:], "--only", contender]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "STARTED": str(time.time())})
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         line = next((li for li in done.stdout.splitlines() if li.startswith("RESULT ")), None)
         if line is None:
             error = (done.stderr.strip().splitlines() or ["no output"])[-1][:300]
@@ -244,25 +249,29 @@ def _frozen_numbers(model) -> tuple[int, int]:
 
 def unsloth_trainer(args):
     """As Unsloth's notebooks do it; it patches other libraries, so it comes first in its process."""
+    os.environ["UNSLOTH_DISABLE_STATISTICS"] = "1"
     from unsloth import FastModel  # isort: skip
     import torch
     from datasets import Dataset
-    from transformers import AutoConfig
+    from transformers import default_data_collator
     from trl import SFTConfig, SFTTrainer
 
-    vocabulary = AutoConfig.from_pretrained(args.checkpoint).get_text_config().vocab_size
-    rows = torch.randint(6, vocabulary, (args.steps * args.batch, args.seq), generator=torch.Generator().manual_seed(0))
-    model, tokenizer = FastModel.from_pretrained(args.checkpoint, max_seq_length=args.seq, load_in_4bit=True)
+    model, processor = FastModel.from_pretrained(
+        args.checkpoint, max_seq_length=args.seq, dtype=torch.bfloat16, load_in_4bit=True, use_gradient_checkpointing="unsloth"
+    )
     model = FastModel.get_peft_model(
-        model, r=16, lora_alpha=32, finetune_vision_layers=False, finetune_language_layers=True, finetune_attention_modules=True,
-        finetune_mlp_modules=True,
-    )  # fmt: skip
+        model, r=16, lora_alpha=32, lora_dropout=0, bias="none", target_modules=memory.STOCK_TARGETS, use_gradient_checkpointing="unsloth"
+    )
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(6, vocabulary, (args.steps * args.batch, args.seq), generator=torch.Generator().manual_seed(0))
+    rows = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist(), "labels": ids.tolist()})
     config = SFTConfig(
         "/tmp/benchmark_unsloth", max_steps=args.steps, per_device_train_batch_size=args.batch, max_length=args.seq, learning_rate=1e-4,
         lr_scheduler_type="constant", logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, bf16=True,
-        optim="adamw_torch_fused",
+        optim="adamw_torch_fused", packing=False, dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False,
     )  # fmt: skip
-    return SFTTrainer(model, config, train_dataset=Dataset.from_dict({"input_ids": rows.tolist()}), processing_class=tokenizer)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    return SFTTrainer(model, config, default_data_collator, train_dataset=rows, processing_class=tokenizer)
 
 
 if __name__ == "__main__":
