@@ -31,6 +31,3 @@ def fused_on_cpu(*, replayed: bool = True):
             with patch.object(fusing, "_replay", lambda *args: None):
                 yield
 
-
-def replays_of(model) -> OnCpu | None:
-    return next((m.replay.replays for m in model.modules() if hasattr(m, "replay")), None)

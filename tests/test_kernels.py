@@ -8,11 +8,12 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from tests.fused_on_cpu import OnCpu, fused_on_cpu, replays_of
+from tests.fused_on_cpu import OnCpu, fused_on_cpu
 from tests.tiny import logged, sft_config, token_rows
 from trl_fsdp_qlora import QLoRASFTTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4
 from trl_fsdp_qlora.kernels import attention, fusing, graph_pool, joined_layers, qlora_linear, recording, replay, walks
+from trl_fsdp_qlora.kernels.fusing import replays_of
 from trl_fsdp_qlora.kernels.qlora_linear import LinearGroup, QLoRALinear, Slot, qlora_linear_reference
 
 CPU = torch.device("cpu")
@@ -271,6 +272,46 @@ def test_kept_activations_give_way(checkpoint, tmp_path, monkeypatch):
     assert kept_and_shared(replays) == (0, 6)
 
 
+@pytest.mark.parametrize("how", ["kept", "replayed"])
+def test_a_step_that_runs_out_of_memory_runs_again_with_less_in_the_way(checkpoint, tmp_path, how):
+    """First without kept activations, then without recordings; gradients and metrics count once."""
+    # With the retry, the tenth and the nineteenth micro-batch: second ones of their steps, on top of gradients.
+    calls, states, failing = [], [], (10, 19) if how == "kept" else (10,)
+
+    def change(trainer):
+        backward, replays = trainer.accelerator.backward, replays_of(trainer.model)
+
+        def run_out(loss, **kwargs):
+            backward(loss, **kwargs)
+            calls.append(1)
+            if len(calls) in failing:
+                states.append((replays.keeps_some, replays.broken))
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        trainer.accelerator.backward = run_out
+
+    fields = {"max_steps": 12, "gradient_accumulation_steps": 2, "logging_steps": 2}
+    plain, _ = train(checkpoint, tmp_path, "plain", **fields)
+    tried, replays = train(checkpoint, tmp_path, how, change=change, **fields)
+    agree(logged(tried), logged(plain))
+    assert states == ([(True, False), (False, False)] if how == "kept" else [(False, False)])
+    assert replays.broken and not replays.hold_memory
+    for name in ("num_tokens", "mean_token_accuracy", "entropy"):
+        got, expected = ([entry[name] for entry in t.state.log_history if name in entry] for t in (tried, plain))
+        assert got == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_step_that_runs_out_of_memory_by_itself_is_an_error(checkpoint, tmp_path):
+    def change(trainer):
+        def run_out(*args, **kwargs):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        trainer.accelerator.backward = run_out
+
+    with pytest.raises(torch.OutOfMemoryError):
+        train(checkpoint, tmp_path, "replayed", change=change)
+
+
 def test_hooks_around_a_step_do_not_reach_into_recordings(checkpoint, tmp_path):
     """Activation offloading hooks into every saved tensor; in a recording it would copy to host memory in every replay."""
     packed, by_step = [], []
@@ -522,5 +563,5 @@ def test_activations_that_go_to_host_memory_are_not_kept_by_graphs(checkpoint, t
     trainer = QLoRASFTTrainer(checkpoint, sft_config(tmp_path), train_dataset=token_rows(8))
     trainer.args = config
     with fused_on_cpu():
-        assert trainer._fuse(config).endswith("no CUDA graphs: activations go to host memory")
+        assert trainer._fuse().endswith("no CUDA graphs: activations go to host memory")
     assert replays_of(trainer.model) is None

@@ -229,7 +229,7 @@ class QLoRATrainerMixin(CheckpointMixin):
         if qlora.mlp_tile_size:
             tile_mlps(base, qlora.mlp_tile_size)
         # Before the ranks: FSDP wraps the fused layers, hooks and all.
-        logger.info(self._fuse(qlora) if qlora.fused else "fused operations: turned off")
+        logger.info(self._fuse() if qlora.fused else "fused operations: turned off")
         if self.args.world_size > 1:
             mesh = init_device_mesh(self.args.device.type, (self.args.world_size,))
             sharding.shard_model(self.model, mesh, self.sharding_request)
@@ -238,11 +238,12 @@ class QLoRATrainerMixin(CheckpointMixin):
         how = f"{self.args.world_size} ranks, {'FSDP2' if self.sharding_request.fsdp else 'base replicated'}"
         logger.info("%s\n%s", "1 rank, nothing wrapped" if self.args.world_size == 1 else how, placement_table(self.model))
 
-    def _fuse(self, qlora) -> str:
+    def _fuse(self) -> str:
         # Without checkpointing, replays would keep on the accelerator what is to be moved to host memory.
         offloads = getattr(self.args, "activation_offloading", False) and not self.args.gradient_checkpointing
-        fused = apply_fused_layers(self.model, self.args.device, replay=not offloads, keep_activations=qlora.keep_activations)
-        if qlora.keep_activations and "keep activations" not in fused:
+        keep = getattr(self.args, "keep_activations", False)
+        fused = apply_fused_layers(self.model, self.args.device, replay=not offloads, keep_activations=keep)
+        if keep and "keep activations" not in fused:
             logger.warning("`keep_activations=True` has no effect: CUDA graphs of layers keep activations, and there are none here.")
         return f"{fused}; no CUDA graphs: activations go to host memory" if offloads else fused
 

@@ -49,9 +49,6 @@ class QLoRAArguments:
         fused: run fused operations, and CUDA graphs of decoder layers, where the model, its adapters and the accelerator
             allow it; the trainer says in one line what is active. On the CPU it only shortens the walks over the model that
             each step makes.
-        keep_activations: of a model with gradient checkpointing, keep the activations of as many decoder layers as there is
-            memory for, instead of computing them again: less time, the same numbers, most of the card's memory. Needs CUDA
-            graphs of layers (`fused`).
         force_resume: resume although the checkpoint records another base model, quantisation, adapter scale, number of rows
             a step or of training rows; each difference is then a warning instead of an error.
     """
@@ -105,15 +102,12 @@ class QLoRAArguments:
     fused: bool = field(
         default=True, metadata={"help": "Fused operations and CUDA graphs of decoder layers, where they apply."}
     )
-    keep_activations: bool = field(
-        default=False, metadata={"help": "Keep the activations of as many checkpointed layers as there is memory for."}
-    )
     force_resume: bool = field(
         default=False, metadata={"help": "Resume although base model, quantisation, adapter scale or batch differ."}
     )
 
     def __post_init__(self):
-        _check_kinds(self)
+        _check_kinds(self, QLoRAArguments)
         self.lora_target_modules = _from_command_line(self.lora_target_modules)
         self.lora_exclude_modules = _from_command_line(self.lora_exclude_modules)
         _check_choice("bnb_4bit_quant_type", self.bnb_4bit_quant_type, QUANT_TYPES)
@@ -151,9 +145,20 @@ class QLoRAArguments:
 
 @dataclass
 class QLoRASFTConfig(QLoRAArguments, SFTConfig):
-    """`trl.SFTConfig` plus the fields of `QLoRAArguments`."""
+    """`trl.SFTConfig` plus the fields of `QLoRAArguments`.
+
+    Parameters:
+        keep_activations: of a model with gradient checkpointing, keep the activations of as many decoder layers as there is
+            memory for, instead of computing them again: less time, the same numbers, most of the card's memory. Needs CUDA
+            graphs of layers (`fused`), and counts for the first shape of batch that comes twice: pack or pad the rows.
+    """
+
+    keep_activations: bool = field(
+        default=False, metadata={"help": "Keep the activations of as many checkpointed layers as there is memory for."}
+    )
 
     def __post_init__(self):
+        _check_kinds(self, QLoRASFTConfig)
         choose_supported_precision(self)
         SFTConfig.__post_init__(self)
         QLoRAArguments.__post_init__(self)
@@ -205,8 +210,7 @@ def _check_kept_activations(args) -> None:
     reasons = {
         "`gradient_checkpointing=False` keeps all activations already": not args.gradient_checkpointing,
         "`fused=False` has no CUDA graphs, which keep them": not args.fused,
-        "`activation_offloading=True` moves them to host memory": getattr(args, "activation_offloading", False),
-        "`vllm_enable_sleep_mode=True` wants the memory back when the engine wakes": getattr(args, "vllm_enable_sleep_mode", False),
+        "`activation_offloading=True` moves them to host memory": args.activation_offloading,
     }
     for reason, given in reasons.items():
         if given:
@@ -267,9 +271,11 @@ def _dtype_name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_kinds(args: QLoRAArguments) -> None:
+def _check_kinds(args: QLoRAArguments, declared_by: type) -> None:
     """Raise `ValueError` for a value of another type than the field's: it would fail late, or, as a string, count as true."""
-    for f in dataclasses.fields(QLoRAArguments):
+    for f in dataclasses.fields(args):
+        if f.name not in declared_by.__annotations__:
+            continue
         value = getattr(args, f.name)
         if f.type is bool:
             fits, wanted = isinstance(value, bool), "True or False"

@@ -2,6 +2,7 @@
 
 import os
 
+import torch
 from datasets import Dataset, IterableDataset
 from trl import SFTConfig, SFTTrainer
 from trl.data_utils import get_dataset_column_names
@@ -11,6 +12,7 @@ from .base_trainer import QLoRATrainerMixin
 from .chat_masks import add_assistant_masks, needs_rendered_masks
 from .config import QLoRASFTConfig
 from .data_checks import check_chat_template, check_chat_template_path, check_present, check_rows, has_images
+from .kernels.fusing import replays_of
 from .processing import load_processing_class
 from .token_checks import check_token_rows
 
@@ -28,7 +30,7 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
     - adapters are held in fp32 (`adapter_dtype`), and only they are saved;
     - `assistant_only_loss=True` works for chat templates without generation markers, such as Gemma 4's.
 
-    Overridden of `SFTTrainer`: `__init__`, and `_prepare_dataset` for the last point.
+    Overridden of `SFTTrainer`: `__init__`, `_prepare_dataset` for the last point, and `training_step`, which makes room.
 
     Raises:
         ValueError: for input that cannot work, before any weight is read.
@@ -105,6 +107,25 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
         self.model_accepts_loss_kwargs = True
         self.finish(made)
 
+    def training_step(self, *args, **kwargs):
+        """Again, should it run out of memory while CUDA graphs hold some: without what they keep, then without them.
+
+        Several ranks cannot repeat a step, because the others have gone on.
+        """
+        replays = replays_of(self.model) if self.args.world_size == 1 else None
+        while True:
+            attempt = _Attempt(self) if replays is not None and replays.hold_memory else None
+            try:
+                loss = super().training_step(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                if attempt is None:
+                    raise
+                loss = None
+            if loss is not None:
+                return loss if attempt is None else attempt.succeeded(loss)
+            attempt.failed()
+            replays.make_way()
+
     def _check_before_loading(self, model, peft_config):
         """Tokens that the model does not know; TRL's data preparation would not notice."""
         vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
@@ -137,6 +158,36 @@ def _named(eval_dataset) -> dict[str, Dataset | IterableDataset]:
     if isinstance(eval_dataset, dict):
         return {f"eval_dataset[{key!r}]": dataset for key, dataset in eval_dataset.items()}
     return {"eval_dataset": eval_dataset}
+
+
+class _Attempt:
+    """A training step that may have to be taken back: gradients of earlier micro-batches are set aside, and metrics noted."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.trained = [p for p in trainer.model.parameters() if p.requires_grad]
+        self.gradients = [p.grad for p in self.trained]
+        for parameter in self.trained:
+            parameter.grad = None
+        self.tokens = trainer._total_train_tokens
+        self.metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
+
+    def succeeded(self, loss: torch.Tensor) -> torch.Tensor:
+        pairs = [(p, g) for p, g in zip(self.trained, self.gradients, strict=True) if g is not None]
+        both = [(p.grad, g) for p, g in pairs if p.grad is not None]
+        if both:
+            torch._foreach_add_(*map(list, zip(*both, strict=True)))
+        for parameter, gradient in pairs:
+            if parameter.grad is None:
+                parameter.grad = gradient
+        return loss
+
+    def failed(self) -> None:
+        for parameter, gradient in zip(self.trained, self.gradients, strict=True):
+            parameter.grad = gradient
+        self.trainer._total_train_tokens = self.tokens
+        self.trainer._metrics["train"].clear()
+        self.trainer._metrics["train"].update(self.metrics)
 
 
 class _assistant_only_loss_done_here:

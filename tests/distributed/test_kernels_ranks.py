@@ -32,9 +32,10 @@ def train(checkpoint, out, how, env, gradient_accumulation_steps=1):
     import torch
     from accelerate.state import AcceleratorState
 
-    from tests.fused_on_cpu import fused_on_cpu, replays_of
+    from tests.fused_on_cpu import fused_on_cpu
     from tests.tiny import logged, sft_config, token_rows
     from trl_fsdp_qlora import QLoRASFTTrainer
+    from trl_fsdp_qlora.kernels.fusing import replays_of
 
     for name in list(os.environ):
         if name.startswith("FSDP_") or name == "ACCELERATE_USE_FSDP":

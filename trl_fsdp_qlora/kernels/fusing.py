@@ -1,7 +1,10 @@
 """Put the fused operations into a PEFT model, in place."""
 
+from __future__ import annotations
+
 import types
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -11,7 +14,12 @@ from ..logging import get_logger
 from .joined_layers import JoinedLayers, hooked, unknown_kind
 from .triton_support import triton
 
+if TYPE_CHECKING:
+    from .graph_pool import Replays
+
 logger = get_logger(__name__)
+
+REPLAYS = "_qlora_replays"
 
 
 def apply_fused_layers(
@@ -31,7 +39,7 @@ def apply_fused_layers(
         active = [f"{len(layers)} decoder layers"]
         active += _use_own_attention(layers[0].config) if attention else []
         if replay:
-            _replay(layers, device, keep_activations)
+            _replay(model, layers, device, keep_activations)
             extent = ", which keep activations where there is memory" if keep_activations else ""
             active.append(f"CUDA graphs of layers, for shapes that come again{extent}")
         # Only reentrant checkpointing needs inputs with gradients. Without them the backward pass ends at the first adapter.
@@ -77,11 +85,16 @@ def _use_own_attention(config) -> list[str]:
     return ["attention over stretches of queries"]
 
 
-def _replay(layers: list[nn.Module], device: torch.device, keep_activations: bool) -> None:
-    from . import gemma4
-    from .graph_pool import Replays
+def replays_of(model: nn.Module) -> Replays | None:
+    """The recordings of a fused model; asked in every step, so they are remembered on the model."""
+    return vars(model).get(REPLAYS)
 
-    replays = Replays(device, len(layers), keep_activations)
+
+def _replay(model: nn.Module, layers: list[nn.Module], device: torch.device, keep_activations: bool) -> None:
+    from . import gemma4, graph_pool
+
+    replays = graph_pool.Replays(device, len(layers), keep_activations)
+    vars(model)[REPLAYS] = replays
     for layer in layers:
         gemma4.replay_layer(layer, replays)
 

@@ -83,6 +83,18 @@ class Replays:
         self._step_bytes.clear()
         self.broken, self.full, self.kept_shape = False, False, None
 
+    @property
+    def hold_memory(self) -> bool:
+        return bool(self.recordings or self._buffers)
+
+    def make_way(self) -> None:
+        """A step ran out of memory, and may run again: keep no activations from now on, or else replay nothing."""
+        if self.kept_shape and any(recording.keep for kinds in self.recordings.values() for recording in kinds.values()):
+            self.forget()  # the step that failed counts for nothing
+            self.stop_keeping()
+        else:
+            self.give_up("a step ran out of memory.")
+
     def stop_keeping(self) -> None:
         """Activations are computed again from now on."""
         logger.warning("No memory for CUDA graphs that keep activations: they compute them again, as with gradient checkpointing.")
