@@ -10,8 +10,13 @@ results=benchmarks/results
 make() { [ -f "$models/$1/config.json" ] || python3 benchmarks/make_model.py "$1" "$models/$1" --smooth; }
 # What tests print as RESULT is kept.
 gpu_tests() {  # NAME PYTEST-ARGUMENTS...
-    python3 -m pytest -s "${@:2}" | tee /tmp/gpu_tests.txt
-    sed -n 's/^.*RESULT //p' /tmp/gpu_tests.txt | python3 -c 'import json, sys; json.dump([json.loads(line) for line in sys.stdin], open(sys.argv[1], "w"), indent=1)' "$results/gpu_tests_$1.json"
+    local status=0
+    python3 -m pytest -s "${@:2}" | tee /tmp/gpu_tests.txt || status=$?
+    sed -n 's/^.*RESULT //p' /tmp/gpu_tests.txt >/tmp/gpu_results.txt
+    if [ -s /tmp/gpu_results.txt ]; then
+        python3 -c 'import json, sys; json.dump([json.loads(line) for line in sys.stdin], open(sys.argv[1], "w"), indent=1)' "$results/gpu_tests_$1.json" </tmp/gpu_results.txt
+    fi
+    return $status
 }
 
 speed() { python3 benchmarks/speed.py "$models/$1" --name "$1" --out "$results/speed_$1.json" "${@:2}"; }
@@ -33,7 +38,7 @@ for size in e2b e4b 31b 26b_a4b; do  # two GPUs against one: speed, then the sam
 done
 offloaded_31b() { make 31b; python3 benchmarks/memory.py "$models/31b" --name 31b --contenders ours --extra activation_offloading=true --out $results/memory_31b.json; }
 experts() { make 26b_a4b; A4B_CHECKPOINT=$models/26b_a4b gpu_tests experts tests/gpu/test_experts_gpu.py; }
-rollouts() { gpu_tests grpo tests/gpu/test_grpo_gpu.py; }
+rollouts() { make e2b; E2B_CHECKPOINT=$models/e2b gpu_tests grpo tests/gpu/test_grpo_gpu.py; }
 grpo() { python3 benchmarks/grpo_smollm2.py --at_once --out $results/grpo_smollm2.json; }
 
 [ $# -gt 0 ] || { sed -n '2,4s/^# //p' "$0"; exit 1; }

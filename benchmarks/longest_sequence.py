@@ -81,9 +81,9 @@ def main():
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit * 2**30 / total))
         best = None
         while length <= args.stop and time.perf_counter() < deadline:
+            _forget_recordings(model)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            _forget_recordings(model)
             if config.activation_offloading:  # one that an earlier failure interrupted holds on to its tensors
                 trainer.maybe_activation_offload_context = get_act_offloading_ctx_manager(model=trainer.model)
             try:

@@ -43,7 +43,7 @@ def parse(argv=None):
     parser.add_argument("--total_batch", type=int, default=None, help="rows a step over all ranks, instead of --batch")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--memory_gib", type=float, default=None, help="limit of each rank")
-    parser.add_argument("--seconds", type=float, default=600, help="give a run up after this long")
+    parser.add_argument("--seconds", type=float, default=300, help="give a run up after this long")
     parser.add_argument("--extra", nargs="*", default=[], metavar="FIELD=VALUE", help="config fields for this project's runs")
     parser.add_argument("--out", default=None, help="JSON file that the results are added to")
     parser.add_argument("--only", default=None, help=argparse.SUPPRESS)  # this process is one rank of this contender
@@ -64,9 +64,9 @@ def main() -> None:
         for ranks in args.ranks:
             results.append({"contender": contender, "ranks": ranks, **about, **launch(contender, ranks, args)})
             print({key: value for key, value in results[-1].items() if key not in ("loss", "grad_norm", "versions")}, flush=True)
+            if args.out:
+                memory.write(Path(args.out), results[-1:])
     compare(results)
-    if args.out:
-        memory.write(Path(args.out), results)
 
 
 def launch(contender: str, ranks: int, args) -> dict:
@@ -78,6 +78,8 @@ def launch(contender: str, ranks: int, args) -> dict:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]),
         }  # fmt: skip
         free.close()
+        if ranks == 1:  # a process that sees several GPUs and is no rank would train with `DataParallel`, which TRL refuses
+            common["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         command = [sys.executable, __file__, *sys.argv[1:], "--only", contender]
         processes = []
         for rank in range(ranks):
@@ -152,7 +154,7 @@ def run(contender: str, args) -> dict:
         "load_peak_gib": memory.gib(load_peak),
         "resident_gib": memory.gib(resident),
         "packed_mib": round(packed / 2**20, 1),
-        "train_peak_gib": memory.gib(torch.cuda.max_memory_allocated()) if gpu else 0,
+        "train_peak_gib": memory.gib(memory.peak_bytes(trainer.model)) if gpu else 0,
         "train_reserved_gib": memory.gib(torch.cuda.max_memory_reserved()) if gpu else 0,
         "step_seconds": round(step, 4),
         "tokens_per_second": round(args.seq * args.batch * ranks / step),

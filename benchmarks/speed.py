@@ -82,18 +82,20 @@ def main() -> None:
             notes = [li for li in done.stderr.splitlines() if any(part in li for part in ("fused operations", "CUDA graph", "keep their"))]
             print("\n".join(notes + [li for li in done.stdout.splitlines() if not li.startswith(("RESULT ", "{'"))]), flush=True)
         print({k: v for k, v in results[-1].items() if k not in ("loss", "grad_norm", "versions")}, flush=True)
+        if args.out:
+            memory.write(Path(args.out), results[-1:])
     print(speed_table(results), flush=True)
-    if args.out:
-        memory.write(Path(args.out), results)
 
 
 def run(contender: str, args) -> dict:
+    start = time.perf_counter()
+    unsloth = unsloth_trainer(args) if contender == "unsloth" else None  # before anything that it patches
     import torch
     from transformers import TrainerCallback
 
     args.extra = [*args.extra, *(f"{field}={json.dumps(value)}" for field, value in OURS.get(contender, {}).items())]
-    start = time.perf_counter()
-    trainer = unsloth_trainer(args) if contender == "unsloth" else memory.make_trainer("ours" if contender in OURS else contender, args)
+    start = start if unsloth else time.perf_counter()
+    trainer = unsloth or memory.make_trainer("ours" if contender in OURS else contender, args)
     load_seconds = time.perf_counter() - start
     load_peak = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
@@ -163,7 +165,7 @@ def run(contender: str, args) -> dict:
         "load_s": round(load_seconds, 1),
         "between_steps_ms": round((whole - sum(times)) / len(times) * 1000, 1),
         "load_peak_gib": memory.gib(load_peak),
-        "train_peak_gib": memory.gib(torch.cuda.max_memory_allocated()),
+        "train_peak_gib": memory.gib(memory.peak_bytes(trainer.model)),
         "train_reserved_gib": memory.gib(torch.cuda.max_memory_reserved()),
         "loss": [round(entry["loss"], 5) for entry in logged],
         "grad_norm": [round(float(entry["grad_norm"]), 5) for entry in logged],

@@ -17,7 +17,7 @@ class OnCpu(graph_pool.Replays):
     def warm_up(self, function):
         return function()
 
-    def record(self, function):
+    def record(self, function, kept=False):
         return RunAgain(function)
 
 

@@ -244,8 +244,8 @@ def kept_and_shared(replays, shape: int = 0):
 
 
 def test_checkpointed_layers_keep_activations_while_there_is_room(checkpoint, tmp_path, monkeypatch):
-    def room_for_three(self, shape_key, grad, more=0):
-        return sum(self.keepers.values()) + (more > 0) <= 3
+    def room_for_three(self, shape_key, grad, more=0, keeping=False):
+        return not keeping or sum(self.keepers.values()) + (more > 0) <= 3
 
     monkeypatch.setattr(OnCpu, "leaves_room", room_for_three)
     fields = {"max_steps": 10, "gradient_accumulation_steps": 2, "lengths": (24, 24, 16, 16)}
@@ -259,11 +259,9 @@ def test_checkpointed_layers_keep_activations_while_there_is_room(checkpoint, tm
 
 def test_kept_activations_give_way(checkpoint, tmp_path, monkeypatch):
     """A layer that was thought to have room and has none computes again; if even that has none, none keeps anything."""
-    checked = []
 
-    def none_for_recordings(self, shape_key, grad, more=0):
-        checked.append((self.keeps_some, more))
-        return not self.keeps_some or more > 0 or len(self.keepers) < 2
+    def none_for_recordings(self, shape_key, grad, more=0, keeping=False):
+        return more > 0 or len(self.keepers) < 2 if keeping else not self.keeps_some
 
     monkeypatch.setattr(OnCpu, "leaves_room", none_for_recordings)
     (plain, _), (kept, replays) = (train(checkpoint, tmp_path, how, max_steps=8) for how in ("plain", "kept"))
@@ -299,6 +297,35 @@ def test_a_step_that_runs_out_of_memory_runs_again_with_less_in_the_way(checkpoi
     for name in ("num_tokens", "mean_token_accuracy", "entropy"):
         got, expected = ([entry[name] for entry in t.state.log_history if name in entry] for t in (tried, plain))
         assert got == pytest.approx(expected, rel=1e-4)
+
+
+def test_evaluation_that_runs_out_of_memory_runs_again(checkpoint, tmp_path):
+    plain, _ = train(checkpoint, tmp_path, "plain", max_steps=4)
+    kept, replays = train(checkpoint, tmp_path, "kept", max_steps=4)
+    compute_loss, rows, calls = kept.compute_loss, token_rows(8, lengths=(24, 40)), []
+
+    def run_out_first(*args, **kwargs):
+        calls.append(1)
+        if replays.keeps_some:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return compute_loss(*args, **kwargs)
+
+    kept.compute_loss = run_out_first
+    assert replays.keeps_some
+    expected = plain.evaluate(rows.map(lambda row: {**row, "labels": row["input_ids"]}))
+    got = kept.evaluate(rows.map(lambda row: {**row, "labels": row["input_ids"]}))
+    assert len(calls) > 1 and not replays.keeps_some and not replays.broken
+    assert got["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-4)
+
+
+def test_a_larger_batch_gets_the_memory_where_steps_are_not_repeated(checkpoint, tmp_path, monkeypatch):
+    # As on several ranks.
+    monkeypatch.setattr(OnCpu, "steps_are_repeated", property(lambda self: False, lambda self, value: None), raising=False)
+    fields = {"max_steps": 10, "lengths": (16, 16, 16, 16, 16, 16, 16, 16, 16, 16, 30, 30)}
+    plain, _ = train(checkpoint, tmp_path, "plain", **fields)
+    kept, replays = train(checkpoint, tmp_path, "kept", **fields)
+    agree(logged(kept), logged(plain))
+    assert replays.kept_shape == () and not replays.keepers and not replays.broken
 
 
 def test_a_step_that_runs_out_of_memory_by_itself_is_an_error(checkpoint, tmp_path):
@@ -375,7 +402,7 @@ def test_out_of_memory_while_recording(checkpoint, tmp_path, monkeypatch, checkp
     """What keeps activations gives way to what computes them again, and that to no replays; training goes on."""
     made = []
 
-    def full(self, function):
+    def full(self, function, kept=False):
         made.append(self.kept_shape)
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -388,7 +415,7 @@ def test_out_of_memory_while_recording(checkpoint, tmp_path, monkeypatch, checkp
 
 
 def test_no_room_beside_a_step(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(OnCpu, "leaves_room", lambda self, shape_key, grad, more=0: False)
+    monkeypatch.setattr(OnCpu, "leaves_room", lambda self, *args, **kwargs: False)
     (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, max_steps=5) for how in ("plain", "replayed"))
     agree(logged(replayed), logged(plain))
     assert replays.broken and not replays.recordings

@@ -30,7 +30,7 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
     - adapters are held in fp32 (`adapter_dtype`), and only they are saved;
     - `assistant_only_loss=True` works for chat templates without generation markers, such as Gemma 4's.
 
-    Overridden of `SFTTrainer`: `__init__`, `_prepare_dataset` for the last point, and `training_step`, which makes room.
+    Overridden of `SFTTrainer`: `__init__`, `_prepare_dataset` for the last point, `training_step` and `prediction_step`, which make room.
 
     Raises:
         ValueError: for input that cannot work, before any weight is read.
@@ -108,21 +108,31 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
         self.finish(made)
 
     def training_step(self, *args, **kwargs):
-        """Again, should it run out of memory while CUDA graphs hold some: without what they keep, then without them.
+        return self._within_memory(super().training_step, *args, **kwargs)
+
+    def prediction_step(self, *args, **kwargs):
+        return self._within_memory(super().prediction_step, *args, **kwargs)
+
+    def _within_memory(self, step, *args, **kwargs):
+        """Take a step again, should it run out of memory while CUDA graphs hold some: without what they keep, then without them.
 
         Several ranks cannot repeat a step, because the others have gone on.
         """
-        replays = replays_of(self.model) if self.args.world_size == 1 else None
+        replays = replays_of(self.model)
+        if replays is not None:
+            replays.steps_are_repeated = self.args.world_size == 1
         while True:
-            attempt = _Attempt(self) if replays is not None and replays.hold_memory else None
+            may_repeat = replays is not None and replays.steps_are_repeated and replays.hold_memory
+            attempt = _Attempt(self) if may_repeat else None
             try:
-                loss = super().training_step(*args, **kwargs)
+                result = step(*args, **kwargs)
             except torch.OutOfMemoryError:
                 if attempt is None:
                     raise
-                loss = None
-            if loss is not None:
-                return loss if attempt is None else attempt.succeeded(loss)
+            else:
+                if attempt is not None:
+                    attempt.succeeded()
+                return result
             attempt.failed()
             replays.make_way()
 
@@ -161,7 +171,7 @@ def _named(eval_dataset) -> dict[str, Dataset | IterableDataset]:
 
 
 class _Attempt:
-    """A training step that may have to be taken back: gradients of earlier micro-batches are set aside, and metrics noted."""
+    """A step that may have to be taken back: gradients of earlier micro-batches are set aside, and metrics noted."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -170,24 +180,25 @@ class _Attempt:
         for parameter in self.trained:
             parameter.grad = None
         self.tokens = trainer._total_train_tokens
-        self.metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
+        self.metrics = {mode: {name: list(values) for name, values in found.items()} for mode, found in trainer._metrics.items()}
 
-    def succeeded(self, loss: torch.Tensor) -> torch.Tensor:
-        pairs = [(p, g) for p, g in zip(self.trained, self.gradients, strict=True) if g is not None]
-        both = [(p.grad, g) for p, g in pairs if p.grad is not None]
+    def succeeded(self) -> None:
+        """Gradients of the step come on top of those before it."""
+        new = [p.grad for p in self.trained]
+        both = [(g, before) for g, before in zip(new, self.gradients, strict=True) if g is not None and before is not None]
         if both:
             torch._foreach_add_(*map(list, zip(*both, strict=True)))
-        for parameter, gradient in pairs:
+        for parameter, before in zip(self.trained, self.gradients, strict=True):
             if parameter.grad is None:
-                parameter.grad = gradient
-        return loss
+                parameter.grad = before
 
     def failed(self) -> None:
-        for parameter, gradient in zip(self.trained, self.gradients, strict=True):
-            parameter.grad = gradient
+        for parameter, before in zip(self.trained, self.gradients, strict=True):
+            parameter.grad = before
         self.trainer._total_train_tokens = self.tokens
-        self.trainer._metrics["train"].clear()
-        self.trainer._metrics["train"].update(self.metrics)
+        for mode, found in self.metrics.items():
+            self.trainer._metrics[mode].clear()
+            self.trainer._metrics[mode].update(found)
 
 
 class _assistant_only_loss_done_here:

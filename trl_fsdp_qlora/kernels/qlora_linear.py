@@ -105,7 +105,8 @@ class QLoRALinear(torch.autograd.Function):
             low = x if x_low is None else x_low
             u = low @ _joint_a(slots, adapters, x).t()  # (N, R)
             ctx.save_for_backward(low, u, *adapters)
-        together = slots and group.packed and group.outputs >= WIDE * group.inputs
+        # Of another rank, rows of `[x u]` would begin where fast kernels do not.
+        together = slots and group.packed and group.outputs >= WIDE * group.inputs and u.shape[1] % 8 == 0
         left = torch.cat((x, u), dim=1) if together else x
         for columns, weight in group.weights(x.dtype, beside=u.shape[1] if together else 0):
             if together:
@@ -133,7 +134,7 @@ class QLoRALinear(torch.autograd.Function):
         if ctx.has_own_low:
             dx = _times_weights(dy, group) if needs[0] else None
             dx_low = du @ a if needs[1] else None
-        elif needs[0] and group.packed and len(group.parts) == 1 and group.inputs >= WIDE * group.outputs:
+        elif needs[0] and group.packed and len(group.parts) == 1 and group.inputs >= WIDE * group.outputs and u.shape[1] % 8 == 0:
             [(_, weight)] = group.weights(dy.dtype, below=len(a))
             weight[group.outputs :] = a
             dx = torch.cat((dy, du), dim=1) @ weight

@@ -130,8 +130,8 @@ class Recording:
         replays.warm_up(backward)
         if self.keep:
             self.kept = None
-            self.forward_graph = replays.record(forward)
-        self.backward_graph = replays.record(backward)
+            self.forward_graph = replays.record(forward, kept=True)
+        self.backward_graph = replays.record(backward, kept=self.keep)
 
     def release(self) -> None:
         """Give up graphs and tensors; whoever still wants a backward pass issues the layer's operations."""

@@ -123,7 +123,7 @@ def _issue(layer: LayerReplay, inputs: dict, adapters, wants: dict[str, bool], t
 def _make_recording(layer, shape_key, places, inputs, wants, grad, keep) -> Recording | None:
     """None if there can be none: then replays are off, or this layer, or all of them, no longer keep anything."""
     begin, replays = time.perf_counter(), layer.replays
-    bytes_before = replays.own_bytes()
+    bytes_before, mark = replays.own_bytes(), replays.mark()
     try:
         recording = Recording(layer, places, inputs, wants, grad, keep)
     except RuntimeError as error:  # out of memory included
@@ -139,8 +139,9 @@ def _make_recording(layer, shape_key, places, inputs, wants, grad, keep) -> Reco
     if keep:
         replays.note_kept(replays.own_bytes() - bytes_before)
     # What is kept instead of checkpointing takes the place of what a step without recordings kept, and is seen when it does not fit.
-    if (not keep or layer.kind.checkpoints()) and not replays.leaves_room(shape_key, grad):
+    if (not keep or layer.kind.checkpoints()) and not replays.leaves_room(shape_key, grad, keeping=keep):
         recording.release()
+        replays.back_to(mark)
         if keep:
             replays.keepers[layer] = False
         elif replays.keeps_some:
@@ -203,6 +204,7 @@ def replay(layer: LayerReplay, x, ple, k, v, cos, sin, mask):
     shape_key = (tuple(x.shape), _like(mask))
     wants = {name: grad and t is not None and t.requires_grad for name, t in inputs.items()}
     trains = tuple(t.requires_grad for t in tensors) if grad else None
+    layer.replays.make_way_for(shape_key)
     layer.replays.met[layer, shape_key, grad] += 1
     if layer.replays.met[layer, shape_key, grad] < RECORD_AT or not layer.replays.may_record(shape_key):
         return None
