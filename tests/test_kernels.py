@@ -244,7 +244,7 @@ def kept_and_shared(replays, shape: int = 0):
 
 
 def test_checkpointed_layers_keep_activations_while_there_is_room(checkpoint, tmp_path, monkeypatch):
-    def room_for_three(self, shape_key, grad, more=0, keeping=False):
+    def room_for_three(self, shape_key, grad, more=0, times=1.0, keeping=False):
         return not keeping or sum(self.keepers.values()) + (more > 0) <= 3
 
     monkeypatch.setattr(OnCpu, "leaves_room", room_for_three)
@@ -260,7 +260,7 @@ def test_checkpointed_layers_keep_activations_while_there_is_room(checkpoint, tm
 def test_kept_activations_give_way(checkpoint, tmp_path, monkeypatch):
     """A layer that was thought to have room and has none computes again; if even that has none, none keeps anything."""
 
-    def none_for_recordings(self, shape_key, grad, more=0, keeping=False):
+    def none_for_recordings(self, shape_key, grad, more=0, times=1.0, keeping=False):
         return more > 0 or len(self.keepers) < 2 if keeping else not self.keeps_some
 
     monkeypatch.setattr(OnCpu, "leaves_room", none_for_recordings)
@@ -321,11 +321,17 @@ def test_evaluation_that_runs_out_of_memory_runs_again(checkpoint, tmp_path):
 def test_a_larger_batch_gets_the_memory_where_steps_are_not_repeated(checkpoint, tmp_path, monkeypatch):
     # As on several ranks.
     monkeypatch.setattr(OnCpu, "steps_are_repeated", property(lambda self: False, lambda self, value: None), raising=False)
+    room = 1.5
+    monkeypatch.setattr(OnCpu, "leaves_room", lambda self, *args, times=1.0, **kwargs: times < room)
     fields = {"max_steps": 10, "lengths": (16, 16, 16, 16, 16, 16, 16, 16, 16, 16, 30, 30)}
     plain, _ = train(checkpoint, tmp_path, "plain", **fields)
     kept, replays = train(checkpoint, tmp_path, "kept", **fields)
     agree(logged(kept), logged(plain))
     assert replays.kept_shape == () and not replays.keepers and not replays.broken
+    room = 2.0
+    kept, replays = train(checkpoint, tmp_path, "kept", **fields)
+    agree(logged(kept), logged(plain))
+    assert replays.keeps_some
 
 
 def test_a_step_that_runs_out_of_memory_by_itself_is_an_error(checkpoint, tmp_path):

@@ -50,15 +50,18 @@ class GraphMemory:
             taken = torch.cuda.max_memory_allocated(self.device) - self._fixed_bytes() - self._live_bytes
             self._step_bytes[shape_key, grad] = taken
 
-    def leaves_room(self, shape_key: tuple, grad: bool, more: int = 0, keeping: bool = False) -> bool:
-        """Whether that much, and `more` bytes, are left beside the recordings. What a replay works on does not count as allocated."""
+    def leaves_room(self, shape_key: tuple, grad: bool, more: int = 0, times: float = 1.0, keeping: bool = False) -> bool:
+        """Whether that much, or so many times as much, and `more` bytes, are left beside the recordings.
+
+        What a replay works on does not count as allocated.
+        """
         if self.device.type != "cuda":
             return True
         free, total = torch.cuda.mem_get_info(self.device)
         # Less than all of the card where others use it, or where the user said so.
         limit = min(free + torch.cuda.memory_reserved(self.device), total * torch.cuda.get_per_process_memory_fraction(self.device))
         share = MAX_MEMORY_WITH_KEPT if keeping else MAX_MEMORY
-        return self._step_bytes[shape_key, grad] + self.own_bytes() + more <= share * limit
+        return times * self._step_bytes[shape_key, grad] + self.own_bytes() + more <= share * limit
 
     def start_new_peak(self) -> None:
         """What steps needed beside recordings that are gone says nothing about what they need from now on."""

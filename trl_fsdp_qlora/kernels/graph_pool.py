@@ -32,6 +32,7 @@ class Replays(GraphMemory):
         self.kept_shape: tuple | None = None  # of batches whose activations are kept; () once that failed
         # Of the checkpointed layers, which keep activations all the same (`keep_activations`).
         self.keepers: dict[LayerReplay, bool] = {}
+        self._fitting: set[tuple] = set()  # shapes of batches that fit beside what is kept
         self._next_kept_bytes = 0  # what the next recording that keeps activations may take
         self.seconds = 0.0  # spent on recording and checking
         self.worst_error = 0.0
@@ -72,6 +73,7 @@ class Replays(GraphMemory):
         self.start_new_peak()
         self.met.clear()
         self.keepers.clear()
+        self._fitting.clear()
         self.broken, self.full, self.kept_shape, self._next_kept_bytes = False, False, None, 0
 
     @property
@@ -87,7 +89,11 @@ class Replays(GraphMemory):
 
     def make_way_for(self, shape_key: tuple) -> None:
         """A larger batch than those whose activations are kept may not fit beside them, and nobody would take the step again."""
-        if self.kept_shape and not self.steps_are_repeated and _tokens(shape_key) > _tokens(self.kept_shape) and self.recordings:
+        if self.kept_shape in (None, (), shape_key) or self.steps_are_repeated or shape_key in self._fitting or not self.recordings:
+            return
+        if self.leaves_room(self.kept_shape, True, times=_tokens(shape_key) / _tokens(self.kept_shape)):
+            self._fitting.add(shape_key)
+        else:
             self.stop_keeping()
 
     def stop_keeping(self) -> None:

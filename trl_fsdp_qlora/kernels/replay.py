@@ -204,7 +204,8 @@ def replay(layer: LayerReplay, x, ple, k, v, cos, sin, mask):
     shape_key = (tuple(x.shape), _like(mask))
     wants = {name: grad and t is not None and t.requires_grad for name, t in inputs.items()}
     trains = tuple(t.requires_grad for t in tensors) if grad else None
-    layer.replays.make_way_for(shape_key)
+    if grad:
+        layer.replays.make_way_for(shape_key)
     layer.replays.met[layer, shape_key, grad] += 1
     if layer.replays.met[layer, shape_key, grad] < RECORD_AT or not layer.replays.may_record(shape_key):
         return None
