@@ -129,24 +129,28 @@ def run(contender: str, args) -> dict:
     import torch
     from transformers import TrainerCallback
 
-    if args.memory_gib:
-        total = torch.cuda.get_device_properties(0).total_memory
+    gpu = torch.cuda.is_available()  # without one, memory is 0: to see that the benchmark works
+    if gpu and args.memory_gib:
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(args.memory_gib * 2**30 / total)
     start = time.perf_counter()
     trainer = make_trainer(contender, args)
     load_seconds = time.perf_counter() - start
     load_peak, resident = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    packed = packed_bytes(trainer.model)
+    synchronize = torch.cuda.synchronize if gpu else lambda: None
+    if gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_, **__):
-            torch.cuda.synchronize()
+            synchronize()
             self.start = time.perf_counter()
 
         def on_step_end(self, *_, **__):
-            torch.cuda.synchronize()
+            synchronize()
             times.append(time.perf_counter() - self.start)
 
     trainer.add_callback(Clock())
@@ -157,12 +161,13 @@ def run(contender: str, args) -> dict:
         "contender": contender,
         **shape(args),
         "extra": args.extra,
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if gpu else "cpu",
         "versions": versions(),
         "weights": "random",
         "load_seconds": round(load_seconds, 1),
         "load_peak_gib": gib(load_peak),
         "resident_gib": gib(resident),
+        "packed_mib": round(packed / 2**20, 1),
         "train_peak_gib": gib(peak_bytes(trainer.model)),
         "train_reserved_gib": gib(torch.cuda.max_memory_reserved()),
         "first_step_seconds": round(times[0], 3),
@@ -171,6 +176,13 @@ def run(contender: str, args) -> dict:
         "loss": [round(entry["loss"], 5) for entry in logged],
         "grad_norm": [round(float(entry["grad_norm"]), 5) for entry in logged],
     }
+
+
+def packed_bytes(model) -> int:
+    """Of the 4-bit weights that are on this rank."""
+    packed = [m.weight for m in model.modules() if getattr(m, "quant_state", None) is not None]
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in packed]
+    return sum(p.numel() * p.element_size() for p in local)
 
 
 def peak_bytes(model) -> int:

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -62,7 +61,7 @@ def main() -> None:
     about = {**memory.shape(args), "total_batch": args.total_batch, "extra": args.extra, "run": time.strftime("%Y-%m-%d %H:%M:%S")}
     for contender in args.contenders:
         for ranks in args.ranks:
-            results.append({"contender": contender, "ranks": ranks, **about, **launch(contender, ranks, args)})
+            results.append({**launch(contender, ranks, args), "contender": contender, "ranks": ranks, **about})
             print({key: value for key, value in results[-1].items() if key not in ("loss", "grad_norm", "versions")}, flush=True)
             if args.out:
                 memory.write(Path(args.out), results[-1:])
@@ -107,75 +106,23 @@ def launch(contender: str, ranks: int, args) -> dict:
 
 def run(contender: str, args) -> dict:
     import torch
-    from transformers import TrainerCallback
 
-    rank, ranks, gpu = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.cuda.is_available()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if args.total_batch:
         if args.total_batch % ranks:
             raise ValueError(f"--total_batch {args.total_batch} cannot be shared out over {ranks} ranks")
         args.batch = args.total_batch // ranks
-    if gpu:
+    if torch.cuda.is_available():
         torch.cuda.set_device(rank)
-        if args.memory_gib:
-            torch.cuda.set_per_process_memory_fraction(args.memory_gib * 2**30 / torch.cuda.get_device_properties(rank).total_memory)
     if ranks == 1:  # as people start one process
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
-    start = time.perf_counter()
-    trainer = memory.make_trainer("ours" if contender.startswith("ours") else contender, args)
-    load_seconds = time.perf_counter() - start
-    load_peak, resident = (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()) if gpu else (0, 0)
-    packed = _packed_bytes(trainer.model)
-    if gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    times: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *_, **__):
-            if gpu:
-                torch.cuda.synchronize()
-            self.start = time.perf_counter()
-
-        def on_step_end(self, *_, **__):
-            if gpu:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - self.start)
-
-    trainer.add_callback(Clock())
-    trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    step = statistics.median(times[memory.WARM_UP :] or times)
-    result = {
-        "gpu": torch.cuda.get_device_name() if gpu else "cpu",
-        "versions": memory.versions(),
-        "weights": "random",
-        "load_seconds": round(load_seconds, 1),
-        "load_peak_gib": memory.gib(load_peak),
-        "resident_gib": memory.gib(resident),
-        "packed_mib": round(packed / 2**20, 1),
-        "train_peak_gib": memory.gib(memory.peak_bytes(trainer.model)) if gpu else 0,
-        "train_reserved_gib": memory.gib(torch.cuda.max_memory_reserved()) if gpu else 0,
-        "step_seconds": round(step, 4),
-        "tokens_per_second": round(args.seq * args.batch * ranks / step),
-        "loss": [round(entry["loss"], 5) for entry in logged],
-        "grad_norm": [round(float(entry["grad_norm"]), 5) for entry in logged],
-    }
+    result = memory.run("ours" if contender.startswith("ours") else contender, args)
+    result["tokens_per_second"] *= ranks
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     os.environ["RANK"] = str(rank)
     return result
-
-
-def _packed_bytes(model) -> int:
-    """Bytes of 4-bit weights that are on this rank."""
-    total = 0
-    for name, parameter in model.named_parameters():
-        module = model.get_submodule(name.rpartition(".")[0])
-        if getattr(module, "quant_state", None) is not None and name.endswith(".weight") or hasattr(parameter, "quant_state"):
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            total += local.numel() * local.element_size()
-    return total
 
 
 def compare(results: list[dict]) -> None:
