@@ -7,8 +7,8 @@ import torch
 from trl import SFTConfig, TrlParser
 
 from trl_fsdp_qlora import QLoRASFTConfig
-from trl_fsdp_qlora import config as module
-from trl_fsdp_qlora.config import QLoRAArguments, compute_dtype, storage_dtype
+from trl_fsdp_qlora.config import QLoRAArguments
+from trl_fsdp_qlora.precision import choose_supported_precision, compute_dtype, storage_dtype
 
 
 def make(tmp_path, **fields):
@@ -144,7 +144,7 @@ class TestCardsWithoutBf16:
         args = Args()
         for name, value in fields.items():
             setattr(args, name, value)
-        module.choose_supported_precision(args)
+        choose_supported_precision(args)
         return args.bf16, args.fp16
 
     def test_fp16_throughout(self):

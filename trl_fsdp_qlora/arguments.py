@@ -4,9 +4,10 @@ import torch
 from peft import LoraConfig, PeftConfig
 from transformers import BitsAndBytesConfig
 
-from .config import DTYPES, QLoRAArguments
+from .config import QLoRAArguments
 from .expert_adapters import add_expert_targets, check_expert_targets, teach_peft
 from .logging import get_logger
+from .precision import DTYPES
 from .targets import resolve_peft_config
 
 logger = get_logger(__name__)

@@ -31,19 +31,14 @@ from .checks import (
     check_ranks,
     lives_on,
 )
-from .config import (
-    DTYPES,
-    check_storage_fits,
-    check_training_arguments,
-    compute_dtype,
-    storage_dtype,
-)
+from .config import check_training_arguments
 from .expert_adapters import patterns_of_parameters
 from .kernels.fusing import apply_fused_layers
 from .kernels.walks import shorten_walks
 from .loading import inspect_checkpoint, keep_packed_bytes, load_model, quantization_from
 from .logging import get_logger
 from .placement import placement_table
+from .precision import DTYPES, check_storage_fits, compute_dtype, storage_dtype
 from .ranks import Ranks
 from .sharding_request import hidden_from_accelerate, read_sharding_request
 from .streaming import ShardOf

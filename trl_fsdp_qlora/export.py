@@ -28,12 +28,12 @@ from trl.trainer.utils import generate_model_card
 
 from . import provenance, staging
 from .adapter_files import read_adapter_config
-from .config import DTYPES
 from .differences import base_differences
 from .drift import SAMPLE_TEXTS, Drift
 from .loading import quantization_from
 from .logging import get_logger
 from .merging import MODES, MergedWeights
+from .precision import DTYPES
 from .raw_tensors import INDEX, weight_files
 
 logger = get_logger(__name__)

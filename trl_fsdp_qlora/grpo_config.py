@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 from trl import GRPOConfig
 
-from .config import QLoRAArguments, check_training_arguments, choose_supported_precision
+from .config import QLoRAArguments, check_training_arguments
+from .precision import choose_supported_precision
 
 BASE_QUANTIZATIONS = ("none", "bitsandbytes")
 SYNC_WAYS = ("auto", "memory", "file")
