@@ -229,7 +229,7 @@ class QLoRATrainerMixin(CheckpointMixin):
             mesh = init_device_mesh(self.args.device.type, (self.args.world_size,))
             sharding.shard_model(self.model, mesh, self.sharding_request)
         if qlora.fused:
-            shorten_walks(self.model, sharded=self.args.world_size > 1 and self.sharding_request.fsdp)
+            shorten_walks(self.model, sharded=self.args.world_size > 1)
         how = f"{self.args.world_size} ranks, {'FSDP2' if self.sharding_request.fsdp else 'base replicated'}"
         logger.info("%s\n%s", "1 rank, nothing wrapped" if self.args.world_size == 1 else how, placement_table(self.model))
 

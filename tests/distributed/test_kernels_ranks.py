@@ -73,3 +73,28 @@ def test_two_ranks_fused_and_replayed_train_as_one_plain_rank(model_cache, tmp_p
                 assert loss == pytest.approx(expected_loss, rel=1e-4), name
                 assert norm == pytest.approx(expected_norm, rel=2e-3), name
             assert (seen["recordings"] > 0) == name.startswith("replayed"), name
+
+
+def train_after_a_look(checkpoint, out, look):
+    import torch
+
+    from tests.tiny import logged, sft_config, token_rows
+    from trl_fsdp_qlora import QLoRASFTTrainer
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = sft_config(out, max_steps=3, bf16=False)
+    trainer = QLoRASFTTrainer(checkpoint, config, train_dataset=token_rows(64), eval_dataset=token_rows(4))
+    trainer.evaluate()
+    if look:
+        sum(p.numel() for p in trainer.model.parameters())
+    trainer.train()
+    return logged(trainer)
+
+
+def test_parameters_of_replicas_that_were_asked_for_while_gathered(model_cache, tmp_path):
+    """Remembered, they would be those that are clipped and cleared from then on, and have no gradients."""
+    checkpoint = tiny_gemma4(str(model_cache / "gemma4-8"), num_hidden_layers=8)
+    asked, not_asked = (run_ranks(2, train_after_a_look, checkpoint, str(tmp_path), look) for look in (True, False))
+    assert asked == not_asked
+    assert all(norm > 0.1 for _, norm in asked[0])

@@ -11,7 +11,7 @@ def shorten_walks(model: nn.Module, *, sharded: bool = False) -> None:
     """Remember the modules and parameters of `model`, and their count, until a module or parameter is registered in it.
 
     In every step `Trainer` sets the training mode, counts operations, and clips and clears gradients: five walks. Parameters
-    of a `sharded` model are not remembered: FSDP puts others in their place without registering them.
+    of a `sharded` model (replicas shard their adapters, too) are not remembered: FSDP puts others in their place without registering them.
     """
     walks = _Walks(model)
     model.train = walks.train
