@@ -31,12 +31,6 @@ def parse():
     return parser.parse_args()
 
 
-def _forget_recordings(model) -> None:
-    """A training run knows one length and one limit; here each comes in its place."""
-    for replays in {m.replay.replays for m in model.modules() if hasattr(m, "replay")}:
-        replays.forget()
-
-
 def main():
     import torch
     from datasets import Dataset
@@ -44,6 +38,7 @@ def main():
     from trl.models import get_act_offloading_ctx_manager
 
     from trl_fsdp_qlora import QLoRASFTConfig, QLoRASFTTrainer
+    from trl_fsdp_qlora.kernels.fusing import replays_of
 
     args = parse()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -57,6 +52,7 @@ def main():
     model = trainer.accelerator.prepare_model(trainer.model).train()
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    replays = replays_of(trainer.model)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=True)
     vocabulary = model.config.get_text_config().vocab_size
@@ -81,7 +77,8 @@ def main():
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit * 2**30 / total))
         best = None
         while length <= args.stop and time.perf_counter() < deadline:
-            _forget_recordings(model)
+            if replays is not None:  # a training run knows one length and one limit; here each comes in its place
+                replays.forget()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             if config.activation_offloading:  # one that an earlier failure interrupted holds on to its tensors

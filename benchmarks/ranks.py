@@ -2,7 +2,7 @@
 
     python benchmarks/ranks.py CHECKPOINT --name e2b --ranks 1 2 --out benchmarks/results/ranks_e2b.json
     python benchmarks/ranks.py CHECKPOINT --name e2b --ranks 1 2 --total_batch 4 --steps 50 --contenders ours ...   # the same rows on all
-    python benchmarks/ranks.py CHECKPOINT --name 31b --ranks 1 2 --memory_gib 14 --contenders ours ...              # which do not fit?
+    python benchmarks/ranks.py CHECKPOINT --name 31b --ranks 1 2 --memory_gib 16 --seq 1024 --contenders ours ...   # which do not fit?
 
 `--batch` rows a rank measure scaling; `--total_batch` rows a step, shared out over the ranks, must give the same losses and gradient
 norms at any number of ranks. Contenders: `ours` (sharded), `ours_replicas` (base on each rank), `trl_bf16` (stock, FSDP2). Each runs

@@ -33,7 +33,7 @@ from .checks import (
 )
 from .config import check_training_arguments
 from .expert_adapters import patterns_of_parameters
-from .kernels.fusing import apply_fused_layers
+from .kernels.fusing import apply_fused_layers, replays_of
 from .kernels.walks import shorten_walks
 from .loading import inspect_checkpoint, keep_packed_bytes, load_model, quantization_from
 from .logging import get_logger
@@ -238,7 +238,7 @@ class QLoRATrainerMixin(CheckpointMixin):
         offloads = getattr(self.args, "activation_offloading", False) and not self.args.gradient_checkpointing
         keep = getattr(self.args, "keep_activations", False)
         fused = apply_fused_layers(self.model, self.args.device, replay=not offloads, keep_activations=keep)
-        if keep and "keep activations" not in fused:
+        if keep and replays_of(self.model) is None:
             logger.warning("`keep_activations=True` has no effect: CUDA graphs of layers keep activations, and there are none here.")
         return f"{fused}; no CUDA graphs: activations go to host memory" if offloads else fused
 

@@ -106,6 +106,8 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
         # depend on how rows fall into micro-batches and ranks.
         self.model_accepts_loss_kwargs = True
         self.finish(made)
+        if (replays := replays_of(self.model)) is not None:
+            replays.steps_are_repeated = args.world_size == 1
 
     def training_step(self, *args, **kwargs):
         return self._within_memory(super().training_step, *args, **kwargs)
@@ -119,8 +121,6 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
         Several ranks cannot repeat a step, because the others have gone on.
         """
         replays = replays_of(self.model)
-        if replays is not None:
-            replays.steps_are_repeated = self.args.world_size == 1
         while True:
             may_repeat = replays is not None and replays.steps_are_repeated and replays.hold_memory
             attempt = _Attempt(self) if may_repeat else None
@@ -134,7 +134,7 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
                     attempt.succeeded()
                 return result
             attempt.failed()
-            replays.make_way()
+            replays.make_way("a step ran out of memory.")
 
     def _check_before_loading(self, model, peft_config):
         """Tokens that the model does not know; TRL's data preparation would not notice."""

@@ -80,12 +80,12 @@ class Replays(GraphMemory):
     def hold_memory(self) -> bool:
         return bool(self.recordings or self._buffers)
 
-    def make_way(self) -> None:
-        """A step ran out of memory, and may run again: keep no activations from now on, or else replay nothing."""
-        if any(recording.keep for kinds in self.recordings.values() for recording in kinds.values()):
+    def make_way(self, reason: str, *, keeping: bool = False) -> None:
+        """Something needs the memory: keep no activations from now on or, where none are kept or about to be, replay nothing."""
+        if keeping or any(recording.keep for kinds in self.recordings.values() for recording in kinds.values()):
             self.stop_keeping()
         else:
-            self.give_up("a step ran out of memory.")
+            self.give_up(reason)
 
     def make_way_for(self, shape_key: tuple) -> None:
         """A larger batch than those whose activations are kept may not fit beside them, and nobody would take the step again."""
@@ -119,11 +119,6 @@ class Replays(GraphMemory):
                 kept = sum(self.keepers.values())
                 logger.info("%d of %d layers keep their activations for batches of shape %s.", kept, self.layers, shape_key[0][:2])
         return self.keepers[layer]
-
-    @property
-    def keeps_some(self) -> bool:
-        """Whether a checkpointed layer keeps activations, because there is memory for them."""
-        return any(self.keepers.values())
 
     def note_kept(self, count: int) -> None:
         """A recording that keeps activations took `count` bytes; that of another layer may be twice as large."""

@@ -131,10 +131,8 @@ def _make_recording(layer, shape_key, places, inputs, wants, grad, keep) -> Reco
         recording, out_of_memory = None, isinstance(error, torch.OutOfMemoryError)
     replays.seconds += time.perf_counter() - begin
     if recording is None:
-        if out_of_memory and (keep or replays.keeps_some):
-            replays.stop_keeping()
-        else:
-            replays.give_up(f"recording one failed. {failure}")
+        reason = f"recording one failed. {failure}"
+        replays.make_way(reason, keeping=keep) if out_of_memory else replays.give_up(reason)
         return None
     if keep:
         replays.note_kept(replays.own_bytes() - bytes_before)
@@ -144,10 +142,8 @@ def _make_recording(layer, shape_key, places, inputs, wants, grad, keep) -> Reco
         replays.back_to(mark)
         if keep:
             replays.keepers[layer] = False
-        elif replays.keeps_some:
-            replays.stop_keeping()
         else:
-            replays.give_up("a step needs the memory. Shorter rows, a smaller batch, or a smaller `mlp_tile_size` leave them some.")
+            replays.make_way("a step needs the memory. Shorter rows, a smaller batch, or a smaller `mlp_tile_size` leave them some.")
         return None
     return recording
 
@@ -160,8 +156,7 @@ def _same_as_issued(layer: LayerReplay, recording: Recording, inputs: dict, adap
     except torch.OutOfMemoryError:
         worst = None
     if worst is None:
-        replays = layer.replays
-        replays.stop_keeping() if recording.keep or replays.keeps_some else replays.give_up("there is no memory to check one.")
+        layer.replays.make_way("there is no memory to check one.", keeping=recording.keep)
         return False
     layer.checked.add(recording)
     layer.replays.seconds += time.perf_counter() - begin
