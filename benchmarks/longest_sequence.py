@@ -4,11 +4,10 @@
 
 The model is loaded once, under the smallest limit. For each limit (`torch.cuda.set_per_process_memory_fraction`), training steps
 (forward, backward, AdamW; three of each length, so that CUDA graphs are recorded and replayed as in training) run on ever longer
-rows until one does not fit. What is reported did run under its limit.
+rows until one does not fit. What is reported did run under its limit; results are written as they come.
 """
 
 import argparse
-import gc
 import json
 import time
 from pathlib import Path
@@ -35,7 +34,6 @@ def main():
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl.models import get_act_offloading_ctx_manager
 
     from trl_fsdp_qlora import QLoRASFTConfig, QLoRASFTTrainer
     from trl_fsdp_qlora.kernels.fusing import replays_of
@@ -60,11 +58,15 @@ def main():
     def step(length: int) -> float:
         """Seconds of one step on random tokens."""
         ids = torch.randint(6, vocabulary, (1, length), device="cuda")
-        started = time.perf_counter()
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        with trainer.maybe_activation_offload_context:
-            loss = trainer.compute_loss(model, inputs, num_items_in_batch=torch.tensor(length, device="cuda"))
-            loss.backward()
+
+        def pass_through():
+            with trainer.maybe_activation_offload_context:
+                loss = trainer.compute_loss(model, inputs, num_items_in_batch=torch.tensor(length, device=ids.device))
+                loss.backward()
+
+        started = time.perf_counter()
+        trainer.within_memory(pass_through)
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
@@ -81,15 +83,11 @@ def main():
                 replays.forget()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            if config.activation_offloading:  # one that an earlier failure interrupted holds on to its tensors
-                trainer.maybe_activation_offload_context = get_act_offloading_ctx_manager(model=trainer.model)
             try:
                 seconds = [step(length) for _ in range(STEPS)][-1]
             except torch.OutOfMemoryError:
-                for parameter in trainable:
-                    parameter.grad = None
-                gc.collect()
-                torch.cuda.empty_cache()
+                optimizer.zero_grad()
+                trainer.forget_failed_step()
                 break
             best = {
                 "limit_gib": limit,
@@ -99,23 +97,30 @@ def main():
                 "step_seconds": round(seconds, 2),
             }
             length *= 2
+        if best is None and time.perf_counter() >= deadline:
+            break
         if best is None:  # nothing longer than under the limit before
             best = {**found[-1], "limit_gib": limit} if found else {"limit_gib": limit, "longest": None}
         found.append(best)
         print(json.dumps(best), flush=True)
-    result = {
+        if args.out:
+            write(Path(args.out), [about(args, found, cut_short=time.perf_counter() >= deadline)], keep=False)
+
+
+def about(args, found: list[dict], cut_short: bool) -> dict:
+    import torch
+
+    return {
         "model": args.name or Path(args.checkpoint).name,
         "gpu": torch.cuda.get_device_name(),
         "versions": versions(),
         "weights": "random",
         "batch": 1,
         "extra": args.extra,
-        "cut_short": time.perf_counter() >= deadline,
+        "cut_short": cut_short,
         "stop": args.stop,
         "longest_sequences": found,
     }
-    if args.out:
-        write(Path(args.out), [result])
 
 
 if __name__ == "__main__":

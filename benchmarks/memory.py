@@ -212,10 +212,10 @@ def summary(result: dict) -> str:
     )
 
 
-def write(path: Path, results: list[dict]) -> None:
-    """Add `results` to the list in `path`, whole or not at all."""
+def write(path: Path, results: list[dict], keep: bool = True) -> None:
+    """Add `results` to the list in `path`, or write them instead of it, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(path.read_text()) if path.exists() else []
+    known = json.loads(path.read_text()) if keep and path.exists() else []
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(known + results, indent=1) + "\n")
     temporary.replace(path)

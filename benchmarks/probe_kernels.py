@@ -171,10 +171,8 @@ def probe_elementwise(shape, tokens: int) -> None:
     cases = {
         "norm": (rms_norm.rms_norm, rms_norm.rms_norm_reference, [x, weight, EPS]),
         "residual + norm": (rms_norm.add_rms_norm, rms_norm.add_rms_norm_reference, [residual, x, weight, EPS]),
-        "gated gelu": (
-            gated_gelu.split_gated_gelu, lambda t: gated_gelu.gated_gelu_reference(*t.chunk(2, dim=-1)), [random(tokens, 2 * mlp)],
-        ),
-    }  # fmt: skip
+        "gated gelu": (gated_gelu.gated_gelu, gated_gelu.gated_gelu_reference, [random(tokens, mlp), random(tokens, mlp)]),
+    }
     for dim in (256, 512):
         q, cos, sin = random(1, tokens, heads, dim), random(1, tokens, dim, grad=False), random(1, tokens, dim, grad=False)
         arguments = [q, random(dim, grad=False), EPS, cos, sin]

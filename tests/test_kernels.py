@@ -14,7 +14,8 @@ from trl_fsdp_qlora import QLoRASFTTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4
 from trl_fsdp_qlora.kernels import attention, fusing, graph_pool, joined_layers, qlora_linear, recording, replay, walks
 from trl_fsdp_qlora.kernels.fusing import replays_of
-from trl_fsdp_qlora.kernels.qlora_linear import LinearGroup, QLoRALinear, Slot, qlora_linear_reference
+from trl_fsdp_qlora.kernels.gated_gelu import gated_gelu_reference
+from trl_fsdp_qlora.kernels.qlora_linear import LinearGroup, QLoRAGatedLinear, QLoRALinear, Slot, qlora_linear_reference
 
 CPU = torch.device("cpu")
 
@@ -51,6 +52,25 @@ def test_gradients_of_a_joined_linear(rows, outputs, ranks, bias):
     y = QLoRALinear.apply(x, None, group, slots, *adapters)
     dy = torch.randn_like(exact)
     wanted = [x, *adapters]
+    for got, expected in zip([y, *torch.autograd.grad(y, wanted, dy)], [exact, *torch.autograd.grad(exact, wanted, dy)], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7])
+@pytest.mark.parametrize("ranks, grad", [([], True), ([3], True), ([2, 4], True), ([3], False)])
+def test_gradients_of_a_linear_after_gate_and_up(rows, ranks, grad):
+    torch.manual_seed(0)
+    group = LinearGroup([nn.Linear(9, 5, dtype=torch.float64).requires_grad_(False)])
+    slots, adapters, start = [], [], 0
+    for rank in ranks:
+        slots.append(Slot(group.columns[0], slice(start, start + rank), 0.5 + rank))
+        adapters += [random(rank, 9), random(5, rank)]
+        start += rank
+    gate_up = random(rows, 18, grad=grad)
+    exact = qlora_linear_reference(gated_gelu_reference(*gate_up.chunk(2, dim=-1)), group, slots, adapters)
+    y = QLoRAGatedLinear.apply(gate_up, group, slots, *adapters)
+    dy = torch.randn_like(exact)
+    wanted = [gate_up, *adapters] if grad else adapters
     for got, expected in zip([y, *torch.autograd.grad(y, wanted, dy)], [exact, *torch.autograd.grad(exact, wanted, dy)], strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
@@ -216,7 +236,16 @@ def test_replay_stops_recording_when_shapes_are_many(checkpoint, tmp_path, monke
     fields = {"max_steps": 8, "lengths": (24, 24, 16, 16)}
     (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, **fields) for how in ("plain", "replayed"))
     agree(logged(replayed), logged(plain))
-    assert len(replays.recordings) == 1 and replays.full
+    assert len(replays.recordings) == 1
+
+
+@pytest.mark.parametrize("how", ["replayed", "kept"])
+def test_large_batches_are_not_recorded_unless_that_saves_computing_again(checkpoint, tmp_path, monkeypatch, how):
+    monkeypatch.setattr(graph_pool, "MAX_TOKENS", 30)  # a batch has two rows
+    fields = {"max_steps": 8, "lengths": (24, 24, 12, 12)}
+    (plain, _), (replayed, replays) = (train(checkpoint, tmp_path, how, **fields) for how in ("plain", how))
+    agree(logged(replayed), logged(plain))
+    assert sorted(shape[0][1] for shape in replays.recordings) == ([12, 24] if how == "kept" else [12])
 
 
 def test_replay_of_bf16_adapters(checkpoint, tmp_path):
@@ -301,6 +330,30 @@ def test_a_step_that_runs_out_of_memory_runs_again_with_less_in_the_way(checkpoi
     for name in ("num_tokens", "mean_token_accuracy", "entropy"):
         got, expected = ([entry[name] for entry in t.state.log_history if name in entry] for t in (tried, plain))
         assert got == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_step_that_runs_out_of_memory_while_recording_runs_again(checkpoint, tmp_path):
+    """Nothing was recorded when it began, and nothing is when it fails: recordings have made way."""
+    calls = []
+
+    def change(trainer):
+        compute_loss, replays = trainer.compute_loss, replays_of(trainer.model)
+
+        def run_out(*args, **kwargs):
+            calls.append(1)
+            loss = compute_loss(*args, **kwargs)
+            if len(calls) == 2:
+                assert replays.recordings
+                replays.make_way("no memory.")
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return loss
+
+        trainer.compute_loss = run_out
+
+    plain, _ = train(checkpoint, tmp_path, "plain", max_steps=4)
+    tried, replays = train(checkpoint, tmp_path, "replayed", change=change, max_steps=4)
+    agree(logged(tried), logged(plain))
+    assert len(calls) == 5 and replays.broken
 
 
 def test_evaluation_that_runs_out_of_memory_runs_again(checkpoint, tmp_path):

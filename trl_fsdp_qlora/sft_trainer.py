@@ -1,11 +1,13 @@
 """Supervised fine-tuning in 4 bit."""
 
+import gc
 import os
 
 import torch
 from datasets import Dataset, IterableDataset
 from trl import SFTConfig, SFTTrainer
 from trl.data_utils import get_dataset_column_names
+from trl.models import get_act_offloading_ctx_manager
 from trl.trainer.utils import get_config_model_id
 
 from .base_trainer import QLoRATrainerMixin
@@ -110,31 +112,43 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
             replays.steps_are_repeated = args.world_size == 1
 
     def training_step(self, *args, **kwargs):
-        return self._within_memory(super().training_step, *args, **kwargs)
+        return self.within_memory(super().training_step, *args, **kwargs)
 
     def prediction_step(self, *args, **kwargs):
-        return self._within_memory(super().prediction_step, *args, **kwargs)
+        return self.within_memory(super().prediction_step, *args, **kwargs)
 
-    def _within_memory(self, step, *args, **kwargs):
-        """Take a step again, should it run out of memory while CUDA graphs hold some: without what they keep, then without them.
+    def within_memory(self, step, *args, **kwargs):
+        """Take a step again, should it run out of memory while CUDA graphs hold some, or are recorded: without what they keep,
+        then without them.
 
         Several ranks cannot repeat a step, because the others have gone on.
         """
         replays = replays_of(self.model)
         while True:
-            may_repeat = replays is not None and replays.steps_are_repeated and replays.hold_memory
+            may_repeat = replays is not None and replays.steps_are_repeated and replays.may_hold_memory
             attempt = _Attempt(self) if may_repeat else None
+            given_back = replays.given_back if may_repeat else 0
             try:
                 result = step(*args, **kwargs)
             except torch.OutOfMemoryError:
-                if attempt is None:
+                if attempt is None or not (replays.hold_memory or replays.given_back > given_back):
                     raise
             else:
                 if attempt is not None:
                     attempt.succeeded()
                 return result
+            self.forget_failed_step()
             attempt.failed()
-            replays.make_way("a step ran out of memory.")
+            if replays.hold_memory:
+                replays.make_way("a step ran out of memory.")
+
+    def forget_failed_step(self) -> None:
+        """Let go of what a step has left behind that ran out of memory."""
+        if self.args.activation_offloading:  # interrupted, it holds on to its tensors
+            self.maybe_activation_offload_context = get_act_offloading_ctx_manager(model=self.model)
+        gc.collect()
+        if self.args.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _check_before_loading(self, model, peft_config):
         """Tokens that the model does not know; TRL's data preparation would not notice."""

@@ -76,6 +76,37 @@ def test_numbers_are_those_of_bitsandbytes(rows, columns, beside, double_quant):
     assert bool((larger[rows:] == 7).all()) and bool((larger[:, columns:] == 7).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gate_and_up_again_in_the_backward_pass(dtype):
+    from trl_fsdp_qlora.kernels.gated_gelu import gated_gelu_backward, gated_gelu_forward, gated_gelu_reference
+
+    torch.manual_seed(0)
+    gate_up, dy = torch.randn(7, 3000, dtype=dtype, device="cuda"), torch.randn(7, 1500, dtype=dtype, device="cuda")
+    exact = gate_up.double().requires_grad_()
+    y = gated_gelu_reference(*exact.chunk(2, dim=-1))
+    (expected,) = torch.autograd.grad(y, exact, dy.double())
+    forward = gated_gelu_forward(gate_up)
+    gradient, again = gated_gelu_backward(gate_up, dy)
+    near = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    for got, of in ((forward, y), (again, y), (gradient, expected)):
+        torch.testing.assert_close(got.double(), of, **near)
+    torch.testing.assert_close(again, forward)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_adds_the_gradient_of_the_residual(dtype):
+    """Bit for bit what adding it afterwards gives."""
+    from trl_fsdp_qlora.kernels.rms_norm import rms_norm, rms_norm_and_residual
+
+    torch.manual_seed(0)
+    x, weight, d_norm, d_residual = torch.randn(4, 64, 1536, dtype=dtype, device="cuda")
+    x.requires_grad_()
+    normed, residual = rms_norm_and_residual(x, weight[0], 1e-6)
+    (together,) = torch.autograd.grad([normed, residual], x, [d_norm, d_residual])
+    (alone,) = torch.autograd.grad(rms_norm(x, weight[0], 1e-6), x, d_norm)
+    assert torch.equal(together, alone + d_residual)
+
+
 def test_replayed_layers_train_as_eager_and_as_plain_ones(checkpoint, tmp_path):
     replayed = train(checkpoint, tmp_path, True)
     eager = train(checkpoint, tmp_path, True, replay=False)

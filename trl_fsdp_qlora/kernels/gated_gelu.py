@@ -23,11 +23,22 @@ def gated_gelu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _GatedGelu.apply(gate, up)
 
 
-def split_gated_gelu(gate_up: torch.Tensor) -> torch.Tensor:
-    """The same for gate and up side by side in one tensor (N, 2 D), whose gradient is one tensor as well."""
+def gated_gelu_forward(gate_up: torch.Tensor) -> torch.Tensor:
+    """(N, D) of gate and up side by side in one tensor (N, 2 D); nothing is kept for a backward pass."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _forward(gate, up) if use_triton(gate_up) else gated_gelu_reference(gate, up)
+
+
+def gated_gelu_backward(gate_up: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of `gate_up`, (N, 2 D), and once more what came out, which may take the place of `dy`, (N, D)."""
     if not use_triton(gate_up):
-        return gated_gelu_reference(*gate_up.chunk(2, dim=-1))
-    return _SplitGatedGelu.apply(gate_up)
+        with torch.enable_grad():
+            leaf = gate_up.detach().requires_grad_()
+            y = gated_gelu_reference(*leaf.chunk(2, dim=-1))
+        return torch.autograd.grad(y, leaf, dy)[0], y.detach()
+    d_gate_up = torch.empty_like(gate_up)
+    _backward(*gate_up.chunk(2, dim=-1), dy, *d_gate_up.chunk(2, dim=-1), y=dy)
+    return d_gate_up, dy
 
 
 def _grid(rows: torch.Tensor) -> tuple[int, int]:
@@ -40,10 +51,12 @@ def _forward(gate, up):
     return y
 
 
-def _backward(gate, up, dy, d_gate, d_up):
+def _backward(gate, up, dy, d_gate, d_up, y=None):
+    """Fills `d_gate` and `d_up`, and `y`, which can be `dy`."""
     _backward_kernel[_grid(gate)](
-        gate, gate.stride(0), up, up.stride(0), dy, dy.stride(0), d_gate, d_gate.stride(0), d_up, d_up.stride(0), gate.shape[1],
-        BLOCK=_COLUMNS_PER_PROGRAM, num_warps=4,
+        gate, gate.stride(0), up, up.stride(0), dy, dy.stride(0), d_gate, d_gate.stride(0), d_up, d_up.stride(0),
+        dy if y is None else y, dy.stride(0) if y is None else y.stride(0), gate.shape[1],
+        AGAIN=y is not None, BLOCK=_COLUMNS_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
 
 
@@ -62,20 +75,6 @@ class _GatedGelu(torch.autograd.Function):
         d_up = torch.empty(up.shape, dtype=up.dtype, device=up.device)
         _backward(*(t.reshape(-1, width) for t in (gate, up, dy)), d_gate.view(-1, width), d_up.view(-1, width))
         return d_gate, d_up
-
-
-class _SplitGatedGelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate_up):
-        ctx.save_for_backward(gate_up)
-        return _forward(*gate_up.chunk(2, dim=-1))
-
-    @staticmethod
-    def backward(ctx, dy):
-        (gate_up,) = ctx.saved_tensors
-        d_gate_up = torch.empty_like(gate_up)
-        _backward(*gate_up.chunk(2, dim=-1), dy, *d_gate_up.chunk(2, dim=-1))
-        return d_gate_up
 
 
 @jit
@@ -100,8 +99,8 @@ def _forward_kernel(gate_ptr, gate_stride, up_ptr, up_stride, y_ptr, width, BLOC
 
 @jit
 def _backward_kernel(
-    gate_ptr, gate_stride, up_ptr, up_stride, dy_ptr, dy_stride, d_gate_ptr, d_gate_stride, d_up_ptr, d_up_stride, width,
-    BLOCK: tl.constexpr,
+    gate_ptr, gate_stride, up_ptr, up_stride, dy_ptr, dy_stride, d_gate_ptr, d_gate_stride, d_up_ptr, d_up_stride, y_ptr, y_stride,
+    width, AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -113,6 +112,9 @@ def _backward_kernel(
     activated, t = _gelu_tanh(gate)
     slope = 0.5 * (1 + t) + 0.5 * gate * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
     d_activated = (dy * up).to(dtype).to(tl.float32)
-    d_up = dy * activated.to(dtype).to(tl.float32)
+    activated = activated.to(dtype).to(tl.float32)
+    d_up = dy * activated
     tl.store(d_gate_ptr + row * d_gate_stride + column, (d_activated * slope).to(dtype), mask=inside)
     tl.store(d_up_ptr + row * d_up_stride + column, d_up.to(dtype), mask=inside)
+    if AGAIN:
+        tl.store(y_ptr + row * y_stride + column, (activated * up).to(dtype), mask=inside)

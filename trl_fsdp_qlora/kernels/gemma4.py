@@ -14,13 +14,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer, eager_attention_forward
 
 from . import attention_interface
-from .gated_gelu import gated_gelu, split_gated_gelu
+from .gated_gelu import gated_gelu
 from .graph_pool import Replays
 from .joined_layers import JoinedLayers, active_names, base_of, drops_out, hooked, inner_modules, unknown_kind
 from .norm_rotary import norm_rotary
 from .recording import Place
 from .replay import Kind, LayerReplay, replay
-from .rms_norm import add_rms_norm, rms_norm
+from .rms_norm import add_rms_norm, rms_norm, rms_norm_and_residual
 
 ACTIVATION = "gelu_pytorch_tanh"
 CACHES = ("cache", "past_key_values")
@@ -179,11 +179,11 @@ class FusedGemma4TextDecoderLayer(Gemma4TextDecoderLayer):
         return self.compute(hidden_states, per_layer_input, shared_kv_states, position_embeddings, attention_mask, kwargs)
 
     def compute(self, hidden_states, per_layer_input, shared_kv_states, position_embeddings, attention_mask, kwargs):
-        x = rms_norm(hidden_states, self.input_layernorm.weight, self.input_layernorm.eps)
+        x, hidden_states = _norm(self.input_layernorm, hidden_states)
         x = self._attend(x, shared_kv_states, position_embeddings, attention_mask, kwargs)
         hidden_states = _add(self.post_attention_layernorm, hidden_states, self.joined_o(x))
 
-        x = rms_norm(hidden_states, self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm.eps)
+        x, hidden_states = _norm(self.pre_feedforward_layernorm, hidden_states)
         x = self._feed_forward(x)
         with_ple = bool(self.hidden_size_per_layer_input)
         scale = self.layer_scalar
@@ -206,8 +206,7 @@ class FusedGemma4TextDecoderLayer(Gemma4TextDecoderLayer):
         return torch.cat([self._mlp(tile) for tile in tiles], dim=1)
 
     def _mlp(self, x_BSI):
-        gate_up = self.joined_gate_up(x_BSI)
-        return self.joined_down(split_gated_gelu(gate_up.view(-1, gate_up.shape[-1])).view(*x_BSI.shape[:-1], -1))
+        return self.joined_down.gated(self.joined_gate_up(x_BSI))
 
     def _attend(self, x_BSI, shared_kv_states, position_embeddings, attention_mask, kwargs):
         attention = self.self_attn
@@ -239,6 +238,10 @@ class FusedGemma4TextDecoderLayer(Gemma4TextDecoderLayer):
 
 
 FusedGemma4TextDecoderLayer.__name__ = Gemma4TextDecoderLayer.__name__
+
+
+def _norm(norm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return rms_norm_and_residual(x, norm.weight, norm.eps)
 
 
 def _add(norm, residual: torch.Tensor, x: torch.Tensor, scale=None) -> torch.Tensor:

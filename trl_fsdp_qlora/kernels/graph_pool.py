@@ -18,6 +18,9 @@ logger = get_logger(__name__)
 
 # Shapes of a batch that are recorded; each costs a few seconds once, and tens of MiB.
 MAX_SHAPES = 4
+# Tokens of a batch above which a layer takes the GPU longer than the host takes to issue it: recording gains nothing then, and the
+# memory is worth more.
+MAX_TOKENS = 2**14
 
 
 class Replays(GraphMemory):
@@ -26,7 +29,9 @@ class Replays(GraphMemory):
         self.layers, self.keep_activations = layers, keep_activations
         self.recordings: dict[tuple, dict[tuple, Recording]] = {}
         self.met: Counter = Counter()  # how often a layer has met a shape of batch, with gradients or without
-        self.broken = self.full = False
+        self.broken = False
+        self._said: set[str] = set()
+        self.given_back = 0  # how often memory went back
         # Whether whoever trains takes a step again that has run out of memory, after `make_way`.
         self.steps_are_repeated = False
         self.kept_shape: tuple | None = None  # of batches whose activations are kept; () once that failed
@@ -40,16 +45,24 @@ class Replays(GraphMemory):
     def __deepcopy__(self, memo):
         return self
 
-    def may_record(self, shape_key: tuple) -> bool:
-        if len(self.recordings) < MAX_SHAPES or shape_key in self.recordings:
-            return not self.broken
-        if not self.full:
-            self.full = True
-            logger.info(
-                "Batches come in more than %d shapes: further ones run without CUDA graphs. `packing` or `pad_to_multiple_of` make fewer.",
-                MAX_SHAPES,
+    def may_record(self, shape_key: tuple, keep: bool) -> bool:
+        if self.broken:
+            return False
+        if tokens_of(shape_key) > MAX_TOKENS and not keep:
+            self._say_once(f"Batches of more than {MAX_TOKENS} tokens run without CUDA graphs: they keep the GPU busy.")
+            return False
+        if len(self.recordings) >= MAX_SHAPES and shape_key not in self.recordings:
+            self._say_once(
+                f"Batches come in more than {MAX_SHAPES} shapes: further ones run without CUDA graphs. `packing` or "
+                "`pad_to_multiple_of` make fewer."
             )
-        return False
+            return False
+        return True
+
+    def _say_once(self, note: str) -> None:
+        if note not in self._said:
+            self._said.add(note)
+            logger.info(note)
 
     def give_up(self, reason: str) -> None:
         """No replays from now on, and their memory goes back."""
@@ -59,6 +72,7 @@ class Replays(GraphMemory):
 
     def release(self) -> None:
         """Give all recordings and their memory back."""
+        self.given_back += 1
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # one may be running
         for kinds in self.recordings.values():
@@ -74,11 +88,16 @@ class Replays(GraphMemory):
         self.met.clear()
         self.keepers.clear()
         self._fitting.clear()
-        self.broken, self.full, self.kept_shape, self._next_kept_bytes = False, False, None, 0
+        self.broken, self.kept_shape, self._next_kept_bytes = False, None, 0
 
     @property
     def hold_memory(self) -> bool:
         return bool(self.recordings or self._buffers)
+
+    @property
+    def may_hold_memory(self) -> bool:
+        """Whether recordings do, or shapes of batches may come again that are recorded then."""
+        return self.hold_memory or bool(self.met) and not self.broken
 
     def make_way(self, reason: str, *, keeping: bool = False) -> None:
         """Something needs the memory: keep no activations from now on or, where none are kept or about to be, replay nothing."""
@@ -91,7 +110,7 @@ class Replays(GraphMemory):
         """A larger batch than those whose activations are kept may not fit beside them, and nobody would take the step again."""
         if self.kept_shape in (None, (), shape_key) or self.steps_are_repeated or shape_key in self._fitting or not self.recordings:
             return
-        if self.leaves_room(self.kept_shape, True, times=_tokens(shape_key) / _tokens(self.kept_shape)):
+        if self.leaves_room(self.kept_shape, True, times=tokens_of(shape_key) / tokens_of(self.kept_shape)):
             self._fitting.add(shape_key)
         else:
             self.stop_keeping()
@@ -125,6 +144,6 @@ class Replays(GraphMemory):
         self._next_kept_bytes = 2 * count
 
 
-def _tokens(shape_key: tuple) -> int:
+def tokens_of(shape_key: tuple) -> int:
     batch, length, *_ = shape_key[0]
     return batch * length

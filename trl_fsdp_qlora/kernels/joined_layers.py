@@ -8,7 +8,8 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from .qlora_linear import LinearGroup, QLoRALinear, Slot
+from .gated_gelu import gated_gelu
+from .qlora_linear import LinearGroup, QLoRAGatedLinear, QLoRALinear, Slot
 
 
 def base_of(layer: nn.Module) -> nn.Module:
@@ -82,19 +83,32 @@ class JoinedLayers:
         self.inner = [m for layer in layers for m in inner_modules(layer)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        active = [active_adapters(layer) for layer in self.layers]
         rows = x.reshape(-1, x.shape[-1])
+        active = [active_adapters(layer) for layer in self.layers]
         if any(drops_out(dropout) for adapters in active for *_, dropout in adapters):
             y = self._with_dropout(rows, active)
         else:
-            slots, adapters, rank = [], [], 0
-            for found, columns in zip(active, self.group.columns, strict=True):
-                for a, b, scale, _ in found:
-                    slots.append(Slot(columns, slice(rank, rank + a.shape[0]), scale))
-                    adapters += [a, b]
-                    rank += a.shape[0]
-            y = QLoRALinear.apply(rows, None, self.group, slots, *adapters)
+            y = QLoRALinear.apply(rows, None, self.group, *self._slots(active))
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """The same for `gelu(gate) * up`, given gate and up side by side, (..., 2 I)."""
+        rows = gate_up.reshape(-1, gate_up.shape[-1])
+        active = [active_adapters(layer) for layer in self.layers]
+        if any(drops_out(dropout) for adapters in active for *_, dropout in adapters):
+            return self(gated_gelu(*gate_up.chunk(2, dim=-1)))
+        y = QLoRAGatedLinear.apply(rows, self.group, *self._slots(active))
+        return y.view(*gate_up.shape[:-1], y.shape[-1])
+
+    def _slots(self, active) -> tuple:
+        """Where each adapter works, then A and B of each in turn."""
+        slots, adapters, rank = [], [], 0
+        for found, columns in zip(active, self.group.columns, strict=True):
+            for a, b, scale, _ in found:
+                slots.append(Slot(columns, slice(rank, rank + a.shape[0]), scale))
+                adapters += [a, b]
+                rank += a.shape[0]
+        return slots, *adapters
 
     def _with_dropout(self, rows: torch.Tensor, active) -> torch.Tensor:
         """Each layer by itself, because each draws its own mask; PEFT's own forward where adapters draw several."""

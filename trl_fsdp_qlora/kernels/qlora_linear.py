@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .dequantize import dequantize
+from .gated_gelu import gated_gelu_backward, gated_gelu_forward
 
 # Numbers of a group's weights that are dequantised at once: 256 MiB in 16 bit. Above, one product would gain little.
 MAX_JOINT = 2**27
@@ -100,23 +101,10 @@ class QLoRALinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, x_low, group: LinearGroup, slots: list[Slot], *adapters):
         # x: (N, I). x_low: the input of the low-rank path where dropout makes it another, else None.
-        y = x.new_empty((x.shape[0], group.outputs))
+        low = x if x_low is None else x_low
+        y, u = _project(x, low, group, slots, adapters)
         if slots:
-            low = x if x_low is None else x_low
-            u = low @ _joint_a(slots, adapters, x).t()  # (N, R)
             ctx.save_for_backward(low, u, *adapters)
-        # Of another rank, rows of `[x u]` would begin where fast kernels do not.
-        together = slots and group.packed and group.outputs >= WIDE * group.inputs and u.shape[1] % 8 == 0
-        left = torch.cat((x, u), dim=1) if together else x
-        for columns, weight in group.weights(x.dtype, beside=u.shape[1] if together else 0):
-            if together:
-                _put_b(weight[:, group.inputs :], columns, slots, adapters)
-            torch.mm(left, weight.t(), out=y[:, columns])
-            del weight
-        if slots and not together:
-            for slot, b in zip(slots, adapters[1::2], strict=True):
-                y[:, slot.columns].addmm_(u[:, slot.ranks], b.to(x.dtype).t(), alpha=slot.scale)
-        group.add_biases(y)
         ctx.group, ctx.slots, ctx.has_own_low = group, slots, x_low is not None
         return y
 
@@ -126,27 +114,88 @@ class QLoRALinear(torch.autograd.Function):
         if not slots:
             return _times_weights(dy, group) if needs[0] else None, None, None, None
         low, u, *adapters = ctx.saved_tensors
-        du = torch.empty_like(u)  # (N, R), scales included
-        for slot, b in zip(slots, adapters[1::2], strict=True):
-            torch.mm(dy[:, slot.columns], torch.mul(b, slot.scale, out=_empty_as(b, dy.dtype)), out=du[:, slot.ranks])
+        du = _gradient_of_u(dy, u, slots, adapters)
         dx = dx_low = None
-        a = _joint_a(slots, adapters, dy) if needs[0] or needs[1] else None
         if ctx.has_own_low:
             dx = _times_weights(dy, group) if needs[0] else None
-            dx_low = du @ a if needs[1] else None
-        elif needs[0] and group.packed and len(group.parts) == 1 and group.inputs >= WIDE * group.outputs and u.shape[1] % 8 == 0:
-            [(_, weight)] = group.weights(dy.dtype, below=len(a))
-            weight[group.outputs :] = a
-            dx = torch.cat((dy, du), dim=1) @ weight
-            del weight
+            dx_low = du @ _joint_a(slots, adapters, dy) if needs[1] else None
         elif needs[0]:
-            dx = _times_weights(dy, group).addmm_(du, a)
-        grads = []
-        da = product_in_fp32(du.t(), low)  # (R, I)
-        for slot, a, b in zip(slots, adapters[::2], adapters[1::2], strict=True):
-            db = product_in_fp32(dy[:, slot.columns].t(), u[:, slot.ranks]).mul_(slot.scale)
-            grads += [da[slot.ranks].to(a.dtype), db.to(b.dtype)]
-        return dx, dx_low, None, None, *grads
+            dx = _gradient_of_x(dy, du, group, slots, adapters)
+        return dx, dx_low, None, None, *_gradients_of_adapters(dy, low, u, du, slots, adapters)
+
+
+class QLoRAGatedLinear(torch.autograd.Function):
+    """`QLoRALinear` of `gelu(gate) * up`, for gate and up side by side in one tensor (N, 2 I).
+
+    The product of gate and up is as large as half of what it is made of, and cheap: the backward pass makes it again.
+    """
+
+    @staticmethod
+    def forward(ctx, gate_up, group: LinearGroup, slots: list[Slot], *adapters):
+        x = gated_gelu_forward(gate_up)
+        y, u = _project(x, x, group, slots, adapters)
+        ctx.save_for_backward(gate_up, u, *adapters)
+        ctx.group, ctx.slots = group, slots
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        group, slots = ctx.group, ctx.slots
+        gate_up, u, *adapters = ctx.saved_tensors
+        du = _gradient_of_u(dy, u, slots, adapters) if slots else None
+        if ctx.needs_input_grad[0]:
+            dx = _gradient_of_x(dy, du, group, slots, adapters) if slots else _times_weights(dy, group)
+            d_gate_up, x = gated_gelu_backward(gate_up, dx)
+        else:
+            d_gate_up, x = None, gated_gelu_forward(gate_up)
+        return d_gate_up, None, None, *_gradients_of_adapters(dy, x, u, du, slots, adapters)
+
+
+def _project(x, low, group: LinearGroup, slots: list[Slot], adapters) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`x W' + s u B'` (N, O), biases included, and `u = low A'` (N, R)."""
+    y = x.new_empty((x.shape[0], group.outputs))
+    u = low @ _joint_a(slots, adapters, x).t() if slots else None
+    # Of another rank, rows of `[x u]` would begin where fast kernels do not.
+    together = slots and group.packed and group.outputs >= WIDE * group.inputs and u.shape[1] % 8 == 0
+    left = torch.cat((x, u), dim=1) if together else x
+    for columns, weight in group.weights(x.dtype, beside=u.shape[1] if together else 0):
+        if together:
+            _put_b(weight[:, group.inputs :], columns, slots, adapters)
+        torch.mm(left, weight.t(), out=y[:, columns])
+        del weight
+    if slots and not together:
+        for slot, b in zip(slots, adapters[1::2], strict=True):
+            y[:, slot.columns].addmm_(u[:, slot.ranks], b.to(x.dtype).t(), alpha=slot.scale)
+    group.add_biases(y)
+    return y, u
+
+
+def _gradient_of_u(dy, u, slots: list[Slot], adapters) -> torch.Tensor:
+    """(N, R), scales included."""
+    du = torch.empty_like(u)
+    for slot, b in zip(slots, adapters[1::2], strict=True):
+        torch.mm(dy[:, slot.columns], torch.mul(b, slot.scale, out=_empty_as(b, dy.dtype)), out=du[:, slot.ranks])
+    return du
+
+
+def _gradient_of_x(dy, du, group: LinearGroup, slots: list[Slot], adapters) -> torch.Tensor:
+    """`dy W + du A`, (N, I)."""
+    a = _joint_a(slots, adapters, dy)
+    if not (group.packed and len(group.parts) == 1 and group.inputs >= WIDE * group.outputs and du.shape[1] % 8 == 0):
+        return _times_weights(dy, group).addmm_(du, a)
+    [(_, weight)] = group.weights(dy.dtype, below=len(a))
+    weight[group.outputs :] = a
+    return torch.cat((dy, du), dim=1) @ weight
+
+
+def _gradients_of_adapters(dy, low, u, du, slots: list[Slot], adapters) -> list[torch.Tensor]:
+    """Of A and B of each slot in turn."""
+    gradients = []
+    da = product_in_fp32(du.t(), low) if slots else None  # (R, I)
+    for slot, a, b in zip(slots, adapters[::2], adapters[1::2], strict=True):
+        db = product_in_fp32(dy[:, slot.columns].t(), u[:, slot.ranks]).mul_(slot.scale)
+        gradients += [da[slot.ranks].to(a.dtype), db.to(b.dtype)]
+    return gradients
 
 
 def _times_weights(dy: torch.Tensor, group: LinearGroup) -> torch.Tensor:

@@ -16,7 +16,8 @@ stops with a warning, and training goes on without it. So it does when recording
 without them; backward passes under way then issue the operations of their layers.
 
 A shape is recorded when a layer meets it for the second time, and the first few such shapes are kept. Everything else (other
-shapes, generation with a cache, dropout, hooks on inner modules) takes the layer's own forward.
+shapes, batches large enough to keep the GPU busy, generation with a cache, dropout, hooks on inner modules) takes the layer's own
+forward.
 """
 
 from __future__ import annotations
@@ -202,10 +203,12 @@ def replay(layer: LayerReplay, x, ple, k, v, cos, sin, mask):
     if grad:
         layer.replays.make_way_for(shape_key)
     layer.replays.met[layer, shape_key, grad] += 1
-    if layer.replays.met[layer, shape_key, grad] < RECORD_AT or not layer.replays.may_record(shape_key):
+    if layer.replays.met[layer, shape_key, grad] < RECORD_AT or layer.replays.broken:
         return None
     layer.replays.note_step(shape_key, grad)
     keep = grad and layer.replays.keeps(layer, shape_key)
+    if not layer.replays.may_record(shape_key, keep):
+        return None
     kind_key = (
         layer.kind.constants, numbers, grad, trains, tuple(wants.values()), id(layer) if keep else None,
         tuple(_like(t) for t in inputs.values()), tuple(_like(t) for t in tensors),

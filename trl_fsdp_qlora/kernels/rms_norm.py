@@ -28,6 +28,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     """`x / rms(x) * weight` over the last dimension."""
     if not use_triton(x):
         return rms_norm_reference(x, weight, eps)
+    return _RMSNorm.apply(x, weight, eps)[0]
+
+
+def rms_norm_and_residual(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and `x` for whoever else uses it: gradients of both uses are added where that of the norm is made."""
+    if not use_triton(x):
+        return rms_norm_reference(x, weight, eps), x
     return _RMSNorm.apply(x, weight, eps)
 
 
@@ -59,12 +66,13 @@ class _RMSNorm(torch.autograd.Function):
         )  # fmt: skip
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return y
+        ctx.set_materialize_grads(False)
+        return y, x
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy, d_other):
         x, weight = ctx.saved_tensors
-        return _backward(x, weight, dy, None, ctx.eps)[0], None, None
+        return d_other if dy is None else _backward(x, weight, dy, None, ctx.eps, d_other)[0], None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -87,15 +95,16 @@ class _AddRMSNorm(torch.autograd.Function):
         return d_residual, dx, None, None, None
 
 
-def _backward(x, weight, dy, scale, eps):
-    """Gradients of `x` and of the residual; the latter is `dy` itself where nothing scales it."""
+def _backward(x, weight, dy, scale, eps, d_other=None):
+    """Gradients of `x`, `d_other` included, and of the residual; the latter is `dy` itself where nothing scales it."""
     rows = _rows(x)
     dy = dy.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d_residual = dy if scale is None else torch.empty_like(dy)
     _backward_kernel[(rows.shape[0],)](
-        rows, rows.stride(0), rows if weight is None else weight, rows if scale is None else scale, dy, dx, d_residual, eps,
-        HAS_WEIGHT=weight is not None, HAS_SCALE=scale is not None, **_launch(x.shape[-1]),
+        rows, rows.stride(0), rows if weight is None else weight, rows if scale is None else scale,
+        dy, dy if d_other is None else d_other.contiguous(), dx, d_residual, eps,
+        HAS_WEIGHT=weight is not None, HAS_SCALE=scale is not None, HAS_OTHER=d_other is not None, **_launch(x.shape[-1]),
     )  # fmt: skip
     return dx, d_residual
 
@@ -123,8 +132,8 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    x_ptr, x_stride, weight_ptr, scale_ptr, dy_ptr, dx_ptr, d_residual_ptr, eps,
-    HAS_WEIGHT: tl.constexpr, HAS_SCALE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, x_stride, weight_ptr, scale_ptr, dy_ptr, d_other_ptr, dx_ptr, d_residual_ptr, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_OTHER: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -139,5 +148,8 @@ def _backward_kernel(
         dy *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
     normed = x * rstd
-    dx = rstd * (dy - normed * (tl.sum(dy * normed, axis=0) / D))
-    tl.store(dx_ptr + row * D + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    dx = (rstd * (dy - normed * (tl.sum(dy * normed, axis=0) / D))).to(dx_ptr.dtype.element_ty)
+    if HAS_OTHER:
+        other = tl.load(d_other_ptr + row * D + column, mask=inside, other=0.0).to(tl.float32)
+        dx = (dx.to(tl.float32) + other).to(dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + row * D + column, dx, mask=inside)
