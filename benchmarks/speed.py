@@ -10,8 +10,10 @@ share of the step: forward, recomputation and gradients of the inputs through ev
 """
 
 import argparse
+import hashlib
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -62,7 +64,9 @@ def main() -> None:
         print("RESULT " + json.dumps(run(args.only, args)), flush=True)
         return
     results = []
-    about = {**memory.shape(args), "extra": args.extra, "run": time.strftime("%Y-%m-%d %H:%M:%S")}
+    # Runs on one machine compare, as long as it is not started anew: another may have another host.
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + platform.node()
+    about = {**memory.shape(args), "extra": args.extra, "run": time.strftime("%Y-%m-%d %H:%M:%S"), "machine": _short(machine)}
     for contender in args.contenders:
         environment = {**os.environ, "STARTED": str(time.time())}
         if contender == "unsloth" and args.unsloth_path:
@@ -85,6 +89,10 @@ def main() -> None:
         if args.out:
             memory.write(Path(args.out), results[-1:])
     print(speed_table(results), flush=True)
+
+
+def _short(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:12]
 
 
 def run(contender: str, args) -> dict:

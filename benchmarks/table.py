@@ -71,12 +71,14 @@ def longest_table() -> str:
 
 
 def speed_table(entries: list[dict] | None = None) -> str:
-    """Each contender beside stock TRL in the same run, with its defaults or else in bf16; of all results if none are given."""
+    """Each contender beside stock TRL, with its defaults or else in bf16, in the same run or else in another on the same machine; of
+    all results if none are given."""
     entries = load("speed_*.json") if entries is None else entries
 
     def cells(e: dict) -> list[str]:
-        same = [o for o in entries if "error" not in o and all(o.get(key) == e.get(key) for key in ("run", "model", "seq", "batch"))]
-        stock = next((o for name in ("trl", "trl_bf16") for o in same if o["contender"] == name), None)
+        like = [o for o in entries if "error" not in o and all(o.get(key) == e.get(key) for key in ("model", "seq", "batch"))]
+        beside = [[o for o in like if key in e and o.get(key) == e[key]] for key in ("run", "machine")]
+        stock = next((o for same in beside for name in ("trl", "trl_bf16") for o in same if o["contender"] == name), None)
         ratio = f"{e['tokens_per_second'] / stock['tokens_per_second']:.2f}" if stock else ""
         peak = f"{e['train_peak_gib']:.2f} ({e['train_reserved_gib']:.2f})"
         speed = [f"{e['tokens_per_second']:,}", ratio, f"{e['step_ms']:.0f}", f"{e['busy_ms']:.0f}", f"{e['launches']:,}"]
