@@ -36,6 +36,7 @@ ranks() { gpu_tests ranks tests/gpu/test_ranks_gpu.py; }
 for size in e2b e4b 31b 26b_a4b; do  # two GPUs against one: speed, then the same rows
     eval "ranks_$size() { make $size; for batch in '--batch 1' '--total_batch 2 --steps 50 --contenders ours'; do python3 benchmarks/ranks.py $models/$size --name $size --out $results/ranks_$size.json \$batch; done; }"
 done
+limit_31b() { make 31b; python3 benchmarks/ranks.py "$models/31b" --name 31b --ranks 1 2 --memory_gib 16 --seq 1024 --contenders ours --out $results/ranks_31b.json; }
 offloaded_31b() { make 31b; python3 benchmarks/memory.py "$models/31b" --name 31b --contenders ours --extra activation_offloading=true --out $results/memory_31b.json; }
 experts() { make 26b_a4b; A4B_CHECKPOINT=$models/26b_a4b gpu_tests experts tests/gpu/test_experts_gpu.py; }
 rollouts() { make e2b; E2B_CHECKPOINT=$models/e2b gpu_tests grpo tests/gpu/test_grpo_gpu.py; }

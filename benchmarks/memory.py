@@ -168,6 +168,7 @@ def run(contender: str, args) -> dict:
         "load_peak_gib": gib(load_peak),
         "resident_gib": gib(resident),
         "packed_mib": round(packed / 2**20, 1),
+        "graphs": graphs(trainer.model),
         "train_peak_gib": gib(peak_bytes(trainer.model)),
         "train_reserved_gib": gib(torch.cuda.max_memory_reserved()),
         "first_step_seconds": round(times[0], 3),
@@ -180,9 +181,19 @@ def run(contender: str, args) -> dict:
 
 def packed_bytes(model) -> int:
     """Of the 4-bit weights that are on this rank."""
-    packed = [m.weight for m in model.modules() if getattr(m, "quant_state", None) is not None]
-    local = [p.to_local() if hasattr(p, "to_local") else p for p in packed]
+    from trl_fsdp_qlora.packed import packed_weights
+
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in (packed.weight for packed in packed_weights(model).values())]
     return sum(p.numel() * p.element_size() for p in local)
+
+
+def graphs(model) -> dict | None:
+    """Of one rank: how many layers' recordings there are, how many of them keep activations, and whether they made way."""
+    pool = next((m.replay.replays for m in model.modules() if hasattr(m, "replay")), None)
+    if pool is None:
+        return None
+    recordings = [recording for kinds in pool.recordings.values() for recording in kinds.values()]
+    return {"recordings": len(recordings), "keep": sum(r.keep for r in recordings), "off": pool.broken}
 
 
 def peak_bytes(model) -> int:

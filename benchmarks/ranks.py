@@ -100,7 +100,7 @@ def launch(contender: str, ranks: int, args) -> dict:
             error = next((li for li in reversed(lines) if "Error" in li), lines[-1] if lines else "no output")
             return {"error": f"not done after {args.seconds:g} s" if late else f"rank {failed[0]}: {error[:300]}"}
         by_rank = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
-    of_ranks = ("load_peak_gib", "resident_gib", "train_peak_gib", "train_reserved_gib", "packed_mib")
+    of_ranks = ("load_peak_gib", "resident_gib", "train_peak_gib", "train_reserved_gib", "packed_mib", "graphs")
     return {**by_rank[0], **{key: [result[key] for result in by_rank] for key in of_ranks}}
 
 

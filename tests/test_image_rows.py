@@ -32,6 +32,10 @@ def checkpoint(model_cache):
 
 @pytest.fixture(scope="module")
 def processor(checkpoint):
+    return image_processor(checkpoint)
+
+
+def image_processor(checkpoint):
     from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
     from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
@@ -59,11 +63,15 @@ def processor(checkpoint):
     )
 
 
-def image_rows(count: int = 4) -> Dataset:
+def image_rows(count: int = 4, without: int = 0) -> Dataset:
+    """Rows with an image, each followed by so many without."""
     images = [Image.fromarray(np.random.RandomState(i).randint(0, 255, (48, 64, 3), dtype=np.uint8)) for i in range(count)]
     question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this"}]}
     answer = {"role": "assistant", "content": [{"type": "text", "text": "one and two"}]}
-    return Dataset.from_dict({"images": [[image] for image in images], "messages": [[question, answer]] * count})
+    asked = {"role": "user", "content": [{"type": "text", "text": "what is this"}]}
+    text = [([], [asked, answer])] * without
+    rows = [row for image in images for row in [([image], [question, answer]), *text]]
+    return Dataset.from_dict({"images": [found for found, _ in rows], "messages": [messages for _, messages in rows]})
 
 
 def test_rows_with_images_train_and_the_towers_stay_frozen(checkpoint, processor, tmp_path):

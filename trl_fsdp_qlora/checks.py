@@ -4,6 +4,7 @@ import os
 import tempfile
 
 import torch
+import torch.distributed as dist
 from peft import PeftConfig
 from torch import nn
 
@@ -33,10 +34,22 @@ def check_ranks(args, request: ShardingRequest) -> None:
             )
         if request.fsdp:
             logger.info("One rank: the FSDP configuration is read, and nothing needs wrapping.")
+    elif request.offload_params and args.device.type != "cpu":
+        check_backend(dist.get_backend_config(), args.device.type)
     if getattr(args, "parallelism_config", None) is not None:
         raise ValueError(
             "`parallelism_config` asks for tensor, context or sequence parallelism, which these trainers do not lay "
             "over 4-bit weights. Leave it out; ranks are used for FSDP2 or data parallelism."
+        )
+
+
+def check_backend(backend: str, device_type: str) -> None:
+    """Offloaded shards and their norms are reduced in host memory. `backend`: as "cpu:gloo,cuda:nccl"."""
+    if "cpu:" not in backend:
+        raise ValueError(
+            f"Parameters are to be offloaded, and the process group ({backend}) connects {device_type} alone, not host memory. Ask for "
+            "it where accelerate opens the group: `fsdp_offload_params: true` in the configuration of `accelerate launch`, instead of "
+            "`fsdp` and `fsdp_config`."
         )
 
 

@@ -130,7 +130,8 @@ def load_model(
         quantization_config.llm_int8_enable_fp32_cpu_offload = device.type != "cpu"
         warn_of_16_bit_experts(checkpoint.skeleton, structure, quantization_config.llm_int8_skip_modules)
     teach_peft()
-    place = str(device) if device.index is None else f"{device.type}:{device.index}"
+    # A rank's CPU has a number; bitsandbytes would take it for an accelerator beside a CPU.
+    place = device.type if device.type == "cpu" or device.index is None else f"{device.type}:{device.index}"
     device_map = {"": place, **dict.fromkeys(host_modules, "cpu")}
 
     shards = keeping_own_shards(shard, structure, host_modules)

@@ -1,13 +1,20 @@
-"""One logger for the package: on rank 0 only, and visible without any set-up."""
+"""One logger for the package: on rank 0 only, unless a record says otherwise, and visible without any set-up."""
 
 import logging
 import os
 import sys
 
+# `logger.warning(..., extra=ANY_RANK)`: what happens to one rank alone is said by that rank.
+ANY_RANK = {"any_rank": True}
+
 
 class _RankZero(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        return int(os.environ.get("RANK", "0")) == 0
+        rank = int(os.environ.get("RANK", "0"))
+        if rank and getattr(record, "any_rank", False):
+            record.name += f", rank {rank}"
+            return True
+        return rank == 0
 
 
 def get_logger(name: str) -> logging.Logger:

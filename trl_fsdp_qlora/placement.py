@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from .checks import same_device
 from .experts import expert_stacks
 from .logging import get_logger
 from .packed import packed_weights
@@ -130,8 +131,10 @@ def _fetch_rows(host_table: torch.Tensor, ids: torch.Tensor, device: torch.devic
 
 def _move_in_on_demand(name: str, tower: nn.Module, device: torch.device) -> None:
     def move_in(module: nn.Module, args):
-        if any(p.device != device for p in module.parameters()):
-            module.to(device)
+        away = [t for t in (*module.parameters(), *module.buffers()) if not same_device(t.device, device)]
+        for tensor in away:
+            tensor.data = tensor.data.to(device)  # the same objects: FSDP and an optimizer know those that train
+        if away:
             logger.info("Moved %s to %s: a batch needs it.", name, device)
 
     tower.register_forward_pre_hook(move_in, prepend=True)

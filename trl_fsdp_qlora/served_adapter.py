@@ -9,7 +9,6 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from . import sharding, staging
 from .training_state import ADAPTER_FILE
@@ -69,8 +68,9 @@ def gather_served_adapter(model: PeftModel, dtype: torch.dtype) -> ServedAdapter
     layers, units = _walked(model, (adapter, *model.peft_config))
     for unit in units:
         unit.reshard()
-    lora_a = [_whole(layer.lora_A[adapter].weight) for _, layer in layers]
-    lora_b = [_whole(layer.lora_B[adapter].weight) for _, layer in layers]
+    matrices = [module[adapter].weight.detach() for _, layer in layers for module in (layer.lora_A, layer.lora_B)]
+    whole = sharding.full_tensors(matrices)
+    lora_a, lora_b = whole[::2], whole[1::2]
     scales = [float(layer.scaling[adapter]) for _, layer in layers]
     if any(scale != 1 for scale in scales):
         lora_b = torch._foreach_mul(lora_b, scales)
@@ -91,10 +91,3 @@ def _walked(model: PeftModel, adapters: tuple[str, ...]) -> tuple[list[tuple[str
         layers = [(n, m) for n, m in base.named_modules() if isinstance(m, LoraLayer) and adapters[0] in m.lora_A]
         known = model.__dict__["served_layers"] = adapters, layers, sharding.fsdp_units(model)
     return known[1:]
-
-
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    tensor = parameter.detach()
-    if isinstance(tensor, DTensor) and tensor.device.type != tensor.device_mesh.device_type:
-        tensor = tensor.to(tensor.device_mesh.device_type)  # an offloaded shard; the ranks talk between accelerators
-    return sharding.full_tensor(tensor)

@@ -9,6 +9,7 @@ and turns FSDP into plain DDP on the CPU without a word. What a user wrote in an
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from . import streaming
 from .logging import get_logger
@@ -41,9 +42,9 @@ def shard_model(
     """Lay `model` over the ranks of `mesh`, in place, and return it.
 
     Units, each gathered as a whole and freed after use: every decoder layer; the token embedding, together with the
-    head where their weights are tied; a head of its own; each large side embedding on the accelerator; each tower
-    that trains. The root holds the little that is left. Frozen towers and parts in host memory are left alone: every
-    rank has them, and no batch gathers them.
+    head where their weights are tied; a head of its own; each large side embedding on the accelerator. The root holds
+    the little that is left, adapters on towers included: one rank's batch may have an image and another's none, so towers
+    cannot be gathered. Their frozen weights and parts in host memory are left alone: every rank has them.
 
     Without FSDP (`request.fsdp` false) the frozen weights are left alone as well. Adapters and the optimizer are then
     sharded as one unit, which trains exactly as DDP does and needs no broadcast of the base.
@@ -59,6 +60,7 @@ def shard_model(
     _check_trainable_dtypes(model)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if request.offload_params else OffloadPolicy()
     options = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload}
+    _reach_in_every_pass(base, [place for name in find_structure(base).towers for place in _trained(base.get_submodule(name))])
 
     if not request.fsdp:
         frozen = {p for p in model.parameters() if not p.requires_grad}
@@ -70,7 +72,7 @@ def shard_model(
     _check_storage(packed)
     checksums = {name: _checksum_of(weight) for name, weight in packed.items()}
     loaded = streaming.full_shapes_on_meta(model)
-    ignored = host_parameters(model) | _frozen_towers(base)
+    ignored = {p for p in host_parameters(model) | _in_towers(base) if not p.requires_grad}
     managed: set[nn.Parameter] = set(ignored)
     for unit in find_units(base, request.unit_classes):
         own = _unmanaged(unit, managed)
@@ -100,11 +102,6 @@ def find_units(base: nn.Module, unit_classes: Iterable[str] = ()) -> list[list[n
         ValueError: if a class in `unit_classes` does not occur in the model.
     """
     structure = find_structure(base)
-    trained_towers = [
-        (name, base.get_submodule(name))
-        for name in structure.towers
-        if any(p.requires_grad for p in base.get_submodule(name).parameters())
-    ]
     if unit_classes:
         chosen = [(name, m) for name, m in base.named_modules() if type(m).__name__ in set(unit_classes)]
         missing = set(unit_classes) - {type(m).__name__ for _, m in chosen}
@@ -126,20 +123,35 @@ def find_units(base: nn.Module, unit_classes: Iterable[str] = ()) -> list[list[n
     units = [(structure.input_embedding, [embedding, head] if tied else [embedding])]
     units += [(name, [base.get_submodule(name)]) for name in structure.side_embeddings]
     units += [(structure.output_head, [head])] if head is not None and not tied else []
-    units += [(name, [tower]) for name, tower in trained_towers]
     own = {module for _, unit in units for module in unit}
     units += [(name, [module]) for name, module in chosen if module not in own]
     # A module inside another comes first: fully_shard goes from the leaves up.
     return [unit for _, unit in sorted(units, key=lambda item: -item[0].count("."))]
 
 
-def _frozen_towers(base: nn.Module) -> set[nn.Parameter]:
-    frozen = set()
-    for name in find_structure(base).towers:
-        parameters = list(base.get_submodule(name).parameters())
-        if not any(p.requires_grad for p in parameters):
-            frozen.update(parameters)
-    return frozen
+def _in_towers(base: nn.Module) -> set[nn.Parameter]:
+    return {p for name in find_structure(base).towers for p in base.get_submodule(name).parameters()}
+
+
+def _trained(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where the parameters of `module` are that train: the module that owns one, and its name there."""
+    return [(m, name) for m in module.modules() for name, p in m.named_parameters(recurse=False) if p.requires_grad]
+
+
+def _reach_in_every_pass(base: nn.Module, trained: list[tuple[nn.Module, str]]) -> None:
+    """Let parameters that only some batches use have gradients in every backward pass, zeros if need be.
+
+    FSDP reduces what has a gradient, and ranks would wait for ever for one that has none. `DistributedDataParallel` calls such
+    parameters unused, and asks to be told of them (`find_unused_parameters`).
+    """
+
+    def add_nothing(module, args, output: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return output
+        return output + 0 * sum(owner._parameters[name].sum() for owner, name in trained).to(output.dtype)
+
+    if trained:
+        base.get_submodule(find_structure(base).input_embedding).register_forward_hook(add_nothing)
 
 
 def _unmanaged(modules: list[nn.Module], managed: set[nn.Parameter]) -> set[nn.Parameter]:
@@ -240,6 +252,41 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` whole, on every rank. A collective where it is sharded: call it on all ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def full_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """All of `tensors` whole, on every rank. A collective where some are sharded: call it on all ranks, with the same ones.
+
+    One for all that FSDP has sharded, because one for each of some hundred small adapters would be mostly waiting; they are then views
+    of one tensor. Shards that are offloaded to host memory travel between accelerators.
+    """
+    whole = list(tensors)
+    by_rows: dict[tuple[DeviceMesh, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 1 and tensor.placements == (Shard(0),):
+            by_rows.setdefault((tensor.device_mesh, tensor.dtype), []).append(i)
+        elif isinstance(tensor, DTensor):
+            whole[i] = tensor.full_tensor()
+    for (mesh, _), numbers in by_rows.items():
+        for i, gathered in zip(numbers, _gather_rows([tensors[i] for i in numbers], mesh), strict=True):
+            whole[i] = gathered
+    return whole
+
+
+def _gather_rows(tensors: list[DTensor], mesh: DeviceMesh) -> list[torch.Tensor]:
+    """`tensors` whole, each of which has its rows shared out over the ranks of `mesh`."""
+    ranks = mesh.size()
+    # A rank has so many rows of a tensor, the last ones fewer or none; so the first rank has most of everything.
+    rows = [-(-t.shape[0] // ranks) for t in tensors]
+    counts = [
+        [max(0, min(n, t.shape[0] - rank * n)) * (t.numel() // max(1, t.shape[0])) for t, n in zip(tensors, rows, strict=True)]
+        for rank in range(ranks)
+    ]
+    longest = sum(counts[0])
+    shards = [t.detach().to_local().reshape(-1) for t in tensors]
+    padding = shards[0].new_zeros(longest - sum(shard.numel() for shard in shards))
+    own = torch.cat([*shards, padding]).to(mesh.device_type)
+    gathered = own.new_empty(ranks * longest)
+    dist.all_gather_into_tensor(gathered, own, group=mesh.get_group())
+    parts = gathered.split([size for of_rank in counts for size in (*of_rank, longest - sum(of_rank))])
+    by_tensor = [parts[i :: len(tensors) + 1] for i in range(len(tensors))]  # the last of each rank is padding
+    flat = torch.cat([part for of_tensor in by_tensor for part in of_tensor])
+    return [whole.view(t.shape) for whole, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]

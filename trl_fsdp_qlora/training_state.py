@@ -23,6 +23,7 @@ from . import sharding
 
 ADAPTER_FILE = "adapter_model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+GATHERED_BYTES = 2**27
 
 
 def adapter_entries(model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:
@@ -31,12 +32,20 @@ def adapter_entries(model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:
     return get_peft_model_state_dict(model, state_dict=tensors, adapter_name=adapter, save_embedding_layers=False)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` unsharded and in host memory. A collective where it is sharded."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor) and tensor.device.type != tensor.device_mesh.device_type:
-        tensor = tensor.to(tensor.device_mesh.device_type)  # an offloaded shard; the ranks talk between accelerators
-    return sharding.full_tensor(tensor).to("cpu", copy=True).contiguous()
+def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`tensors` unsharded and in host memory. A collective where they are sharded."""
+    found: dict[str, torch.Tensor] = {}
+    pieces, end = [], 0
+    for name, tensor in tensors.items():  # many together, but not more than an accelerator has room for
+        if not pieces or end > GATHERED_BYTES:
+            pieces.append([])
+            end = 0
+        pieces[-1].append(name)
+        end += tensor.numel() * tensor.element_size()
+    for names in pieces:
+        gathered = sharding.full_tensors([tensors[name].detach() for name in names])
+        found |= {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in zip(names, gathered, strict=True)}
+    return found
 
 
 def own_shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -54,7 +63,7 @@ def gather_adapters(model: PeftModel) -> dict[str, torch.Tensor]:
     sharding.reshard(model)
     wanted = {id(tensor) for adapter in model.peft_config for tensor in adapter_entries(model, adapter).values()}
     tensors = dict(model.named_buffers(remove_duplicate=False)) | dict(model.named_parameters(remove_duplicate=False))
-    return {name: whole(tensor) for name, tensor in sorted(tensors.items()) if id(tensor) in wanted}
+    return whole({name: tensor for name, tensor in sorted(tensors.items()) if id(tensor) in wanted})
 
 
 def adapter_folders(model: PeftModel, folder: str) -> dict[str, str]:
@@ -130,14 +139,14 @@ def gather_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> tupl
                     "Choose an optimizer with whole state, such as 'adamw_torch_fused', or write `save_only_model=True`."
                 )
             else:
-                tensors[entry] = whole(value)
+                tensors[entry] = value
     groups = [
         {key: _plain(value, optimizer, key) for key, value in group.items() if key != "params"}
         | {"params": [names[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
     # One entry, because safetensors orders several by chance: equal states shall make equal files.
-    return tensors, {"optimizer": json.dumps({"groups": groups, "numbers": numbers}, sort_keys=True)}
+    return whole(tensors), {"optimizer": json.dumps({"groups": groups, "numbers": numbers}, sort_keys=True)}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: str) -> None:

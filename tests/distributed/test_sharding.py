@@ -6,6 +6,7 @@ Starting ranks costs more than training tiny models, so each number of ranks is 
 import pytest
 
 from tests.distributed.launch import RankError, run_ranks
+from trl_fsdp_qlora.checks import check_backend
 from trl_fsdp_qlora.demo.models import tiny_gemma4
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
@@ -197,6 +198,52 @@ def test_towers_that_train_and_never_run(one, two):
     assert_same(one["towers"], two[0]["towers"], "fp32")
 
 
+def train_on_some_images(checkpoint, output_dir, env):
+    """Adapters on all towers; every second row has an image, so on two ranks the batches of one."""
+    import os
+
+    import torch
+    from torch.utils.data import SequentialSampler
+
+    from tests.test_image_rows import image_processor, image_rows
+    from tests.tiny import logged, sft_config
+    from trl_fsdp_qlora import QLoRASFTTrainer
+    from trl_fsdp_qlora.training_state import gather_adapters
+
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    config = sft_config(
+        output_dir, bf16=False, max_steps=4, max_length=None, language_model_only=False, tower_device="cpu",
+        per_device_train_batch_size=1, gradient_accumulation_steps=2 // world_size,
+    )  # fmt: skip
+    rows = image_rows(4, without=1)
+    trainer = QLoRASFTTrainer(checkpoint, config, train_dataset=rows, processing_class=image_processor(checkpoint))
+    trainer._get_train_sampler = lambda *_: SequentialSampler(trainer.train_dataset)
+    seen = []
+    tower = next(m for name, m in trainer.model.named_modules() if name.endswith("vision_tower"))
+    tower.register_forward_hook(lambda *_: seen.append(1))
+    trainer.train()
+    trained = gather_adapters(trainer.model)
+    return {
+        "steps": logged(trainer),
+        "images": len(seen),
+        "towers": {name: tensor.double().norm().item() for name, tensor in trained.items() if "vision_tower" in name and "lora_B" in name},
+    }
+
+
+@pytest.mark.parametrize("env", [FSDP, {}], ids=["sharded", "replicas"])
+def test_towers_that_train_on_the_images_of_one_rank(checkpoint, tmp_path, env):
+    pytest.importorskip("transformers.models.gemma4.processing_gemma4", reason="needs torchvision", exc_type=ImportError)
+    (alone,) = run_ranks(1, train_on_some_images, checkpoint, str(tmp_path / "one"), env)
+    ranks = run_ranks(2, train_on_some_images, checkpoint, str(tmp_path / "two"), env, timeout=200)
+    assert [rank["images"] > 0 for rank in ranks] == [True, False]
+    for rank in ranks:
+        assert_same(alone, rank, "fp32")
+        assert any(norm > 0 for norm in alone["towers"].values())
+        assert rank["towers"] == pytest.approx(alone["towers"], rel=1e-3, abs=1e-9)
+
+
 def test_bf16_adapters(one, two):
     assert_same(one["bf16-adapters"], two[0]["bf16-adapters"], "bf16")
 
@@ -207,6 +254,12 @@ def test_refused_with_several_ranks(checkpoint, tmp_path):
         assert "device_map" in messages["device-map"] and "Leave it out" in messages["device-map"]
         assert "'Gemma4TextDecoderLayer'" in messages["unit"]
         assert "'adamw_torch'" in messages["optimizer"]
+
+
+def test_offloading_without_a_backend_for_host_memory_is_refused():
+    check_backend("cpu:gloo,cuda:nccl", "cuda")
+    with pytest.raises(ValueError, match="connects cuda alone.*accelerate launch"):
+        check_backend("cuda:nccl", "cuda")
 
 
 def test_a_failing_rank_is_seen(tmp_path):
@@ -296,6 +349,30 @@ def gathered_bytes(device_type="cpu"):
             }
         )
     return seen
+
+
+def gather_together():
+    """Tensors of many shapes, some with fewer rows than ranks, gathered at once and one by one."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from trl_fsdp_qlora.sharding import full_tensors
+
+    torch.distributed.init_process_group("gloo")
+    mesh, generator = init_device_mesh("cpu", (torch.distributed.get_world_size(),)), torch.Generator().manual_seed(0)
+    shapes = [(16, 5), (7, 3), (1, 4), (2,), (0, 6), (4, 2, 3), (5, 1)]
+    whole = [torch.randn(shape, generator=generator) for shape in shapes]
+    whole += [torch.randn(9, 2, generator=generator).bfloat16(), torch.arange(6).view(3, 2)]
+    tensors = [distribute_tensor(t, mesh, [Shard(0)]) for t in whole]
+    tensors += [distribute_tensor(whole[0], mesh, [Shard(1)]), distribute_tensor(whole[0], mesh, [Replicate()]), whole[0]]
+    got = full_tensors(tensors)
+    return [torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, whole + [whole[0]] * 3, strict=True)] + [not full_tensors([])]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sharded_tensors_are_gathered_together(ranks):
+    assert run_ranks(ranks, gather_together) == [[True] * 13] * ranks
 
 
 def test_every_bit_pattern_arrives_under_every_allowed_policy():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..logging import get_logger
+from ..logging import ANY_RANK, get_logger
 from .graph_memory import GraphMemory
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Replays(GraphMemory):
         """No replays from now on, and their memory goes back."""
         self.broken = True
         self.release()
-        logger.warning("CUDA graphs are off: %s", reason)
+        logger.warning("CUDA graphs are off: %s", reason, extra=ANY_RANK)
 
     def release(self) -> None:
         """Give all recordings and their memory back."""
@@ -117,7 +117,9 @@ class Replays(GraphMemory):
 
     def stop_keeping(self) -> None:
         """Activations are computed again from now on."""
-        logger.warning("No memory for CUDA graphs that keep activations: they compute them again, as with gradient checkpointing.")
+        logger.warning(
+            "No memory for CUDA graphs that keep activations: they compute them again, as with gradient checkpointing.", extra=ANY_RANK
+        )
         self.forget()  # a step that failed counts for nothing
         self.kept_shape = ()
 
