@@ -118,7 +118,7 @@ def test_other_numbers_and_layouts_of_ranks_go_on(base, written, tmp_path, saved
 
 def mark_own_shards(base, folder, resume=None):
     """Fill the adapter's shards with numbers that only this rank has, save; or resume, and say what each rank then holds."""
-    from trl_fsdp_qlora.sharding import full_tensor
+    from trl_fsdp_qlora.sharding import full_tensors
 
     trainer = make(base, folder)
     rank = trainer.args.process_index
@@ -131,7 +131,8 @@ def mark_own_shards(base, folder, resume=None):
         trainer._load_from_checkpoint(resume)
     else:
         trainer.save_model()
-    return {name: full_tensor(p).double().sum().item() for name, p in adapters.items()}
+    whole = full_tensors(list(adapters.values()))
+    return {name: tensor.double().sum().item() for name, tensor in zip(adapters, whole, strict=True)}
 
 
 @pytest.mark.parametrize("saving, loading", [(1, 2), (2, 1)])
