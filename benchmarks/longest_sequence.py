@@ -3,8 +3,8 @@
     python benchmarks/longest_sequence.py CHECKPOINT --name e2b --out benchmarks/results/longest_e2b.json
 
 The model is loaded once, under the smallest limit. For each limit (`torch.cuda.set_per_process_memory_fraction`), training steps
-(forward, backward, AdamW; three of each length, so that CUDA graphs are recorded and replayed as in training) run on ever longer
-rows until one does not fit. What is reported did run under its limit; results are written as they come.
+(forward, backward, AdamW; three of each length that CUDA graphs record, so that they are recorded and replayed as in training, and one of
+longer ones) run on ever longer rows until one does not fit. What is reported did run under its limit; results are written as they come.
 """
 
 import argparse
@@ -37,6 +37,7 @@ def main():
 
     from trl_fsdp_qlora import QLoRASFTConfig, QLoRASFTTrainer
     from trl_fsdp_qlora.kernels.fusing import replays_of
+    from trl_fsdp_qlora.kernels.graph_pool import MAX_TOKENS
 
     args = parse()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -84,7 +85,7 @@ def main():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             try:
-                seconds = [step(length) for _ in range(STEPS)][-1]
+                seconds = [step(length) for _ in range(STEPS if length <= MAX_TOKENS else 1)][-1]
             except torch.OutOfMemoryError:
                 optimizer.zero_grad()
                 trainer.forget_failed_step()

@@ -44,6 +44,7 @@ def test_every_field_of_trl_keeps_its_default(tmp_path):
         ({"lora_target_modules": []}, ["'all-linear'"]),
         ({"lora_target_modules": ""}, ["'all-linear'"]),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, ["use_reentrant", "share keys"]),
+        ({"gradient_checkpointing_kwargs": {"offload": True}}, ["'offload': True", "activation_offloading=True", "fused=False"]),
         ({"activation_offloading": True}, ["activation_offloading=True", "CPU", "Leave it out"]),
         ({"keep_activations": True, "gradient_checkpointing": False}, ["keep_activations=True", "gradient_checkpointing=False"]),
         ({"keep_activations": True, "fused": False}, ["keep_activations=True", "fused=False"]),

@@ -220,8 +220,32 @@ def test_fifty_steps_fused_replayed_and_plain(checkpoint, tmp_path):
     agree(losses["replayed"][:8], losses["plain"][:8], 2e-6)
     replays = runs["replayed"][1]
     assert not replays.broken and replays.worst_error < 1e-5
-    # Eight layers, six kinds.
-    assert [len(kinds) for kinds in replays.recordings.values()] == [6]
+    # Eight layers, six kinds, and the first layer: nothing wants the gradient of its input.
+    assert [len(kinds) for kinds in replays.recordings.values()] == [7]
+
+
+@pytest.mark.parametrize("how", ["plain", "fused", "replayed"])
+def test_nothing_before_the_first_adapter_has_gradients(checkpoint, tmp_path, how):
+    """`Trainer.train` asks for gradients of the embeddings a second time: those of all layers would be kept for the backward pass."""
+    fields = {"max_steps": 3, "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
+    asked = {}
+
+    def watch(trainer):
+        text = trainer.model.get_base_model().model.language_model
+        for name in ("embed_tokens", "per_layer_projection_norm"):
+            getattr(text, name).register_forward_hook(lambda module, args, output, name=name: asked.update({name: output.requires_grad}))
+        text.layers[0].register_forward_hook(lambda module, args, output: asked.update(layer=output.requires_grad))
+
+    trainer, _ = train(checkpoint, tmp_path, how, watch, **fields)
+    assert asked == {"embed_tokens": False, "per_layer_projection_norm": False, "layer": True}
+    stock, _ = train(checkpoint, tmp_path, how, lambda trainer: _ask_for_gradients_of_embeddings(trainer.model), **fields)
+    agree(logged(trainer), logged(stock), 1e-6)
+
+
+def _ask_for_gradients_of_embeddings(model):
+    base = model.get_base_model()
+    del base.enable_input_require_grads  # back to that of the class
+    base.enable_input_require_grads()
 
 
 def test_replay_with_accumulation_padding_and_other_shapes(checkpoint, tmp_path):
@@ -300,7 +324,7 @@ def test_kept_activations_give_way(checkpoint, tmp_path, monkeypatch):
     (plain, _), (kept, replays) = (train(checkpoint, tmp_path, how, max_steps=8) for how in ("plain", "kept"))
     agree(logged(kept), logged(plain))
     assert not replays.broken and not keeps_some(replays) and replays.kept_shape == ()
-    assert kept_and_shared(replays) == (0, 6)
+    assert kept_and_shared(replays) == (0, 7)
 
 
 @pytest.mark.parametrize("how", ["kept", "replayed"])

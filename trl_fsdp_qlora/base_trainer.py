@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
@@ -217,10 +218,8 @@ class QLoRATrainerMixin(CheckpointMixin):
         if made.peft_config is not None:
             set_adapter_dtype(self.model, DTYPES[qlora.adapter_dtype])
         base = self.model.get_base_model()
-        if self.args.gradient_checkpointing and hasattr(base, "disable_input_require_grads"):
-            # TRL asks for gradients of the embeddings, which only reentrant checkpointing needs. Without them the
-            # backward pass ends at the first adapter, and nothing before it is kept.
-            base.disable_input_require_grads()
+        if self.args.gradient_checkpointing:
+            leave_embeddings_without_gradients(base)
         if qlora.mlp_tile_size:
             tile_mlps(base, qlora.mlp_tile_size)
         # Before the ranks: FSDP wraps the fused layers, hooks and all.
@@ -278,6 +277,21 @@ class QLoRATrainerMixin(CheckpointMixin):
         if self._filtered:
             self._filtered, self.args.logging_nan_inf_filter = False, True
         return super().floating_point_ops(inputs)
+
+
+def leave_embeddings_without_gradients(model: nn.Module) -> None:
+    """Also when `Trainer.train` asks for gradients of the embeddings once more.
+
+    TRL and transformers ask for them with any checkpointing, and only the reentrant one needs them. Without them the backward pass ends
+    at the first adapter, and nothing before it is kept: in Gemma 4, the input that each layer gets beside the stream.
+    """
+    if hasattr(model, "disable_input_require_grads"):
+        model.disable_input_require_grads()
+        model.enable_input_require_grads = _leave_inputs_alone
+
+
+def _leave_inputs_alone() -> None:
+    pass
 
 
 def set_adapter_dtype(model: PeftModel, dtype: torch.dtype) -> None:

@@ -170,6 +170,11 @@ def check_training_arguments(args) -> None:
             "`gradient_checkpointing_kwargs={'use_reentrant': True}` loses gradients in models whose layers share keys "
             "and values, such as Gemma 4. Leave it out, or write {'use_reentrant': False}."
         )
+    if kwargs.get("offload") and getattr(args, "fused", False):
+        raise ValueError(
+            "`gradient_checkpointing_kwargs={'offload': True}` reaches no layer that replays a CUDA graph (`fused=True`). Write "
+            "`activation_offloading=True` instead, which SFT has and which copies while the accelerator computes, or `fused=False`."
+        )
     if getattr(args, "activation_offloading", False) and (args.use_cpu or not torch.accelerator.is_available()):
         raise ValueError(
             "`activation_offloading=True` moves activations from an accelerator to host memory, and training on the CPU has "

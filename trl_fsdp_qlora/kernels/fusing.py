@@ -42,10 +42,6 @@ def apply_fused_layers(
             _replay(model, layers, device, keep_activations)
             extent = ", which keep activations where there is memory" if keep_activations else ""
             active.append(f"CUDA graphs of layers, for shapes that come again{extent}")
-        # Only reentrant checkpointing needs inputs with gradients. Without them the backward pass ends at the first adapter.
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if hasattr(base, "disable_input_require_grads"):
-            base.disable_input_require_grads()
     else:
         count, unfused = _fuse_linears(model)
         active = [f"{count} LoRA layers"] if count else []
