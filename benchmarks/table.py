@@ -82,9 +82,10 @@ def speed_table(entries: list[dict] | None = None) -> str:
         ratio = f"{e['tokens_per_second'] / stock['tokens_per_second']:.2f}" if stock else ""
         peak = f"{e['train_peak_gib']:.2f} ({e['train_reserved_gib']:.2f})"
         speed = [f"{e['tokens_per_second']:,}", ratio, f"{e['step_ms']:.0f}", f"{e['busy_ms']:.0f}", f"{e['launches']:,}"]
-        return [*speed, f"{e['floor']:.0%}", peak]
+        start = f"{e['first_step_after_s']:.0f}, {e['fourth_step_after_s']:.0f}" if "first_step_after_s" in e else "–"
+        return [*speed, f"{e['floor']:.0%}", peak, start]
 
-    columns = "tokens/s | × stock | step ms | GPU busy ms | launches | of the floor | peak GiB (reserved)"
+    columns = "tokens/s | × stock | step ms | GPU busy ms | launches | of the floor | peak GiB (reserved) | 1st, 4th step after s"
     return rows(entries, columns, cells)
 
 

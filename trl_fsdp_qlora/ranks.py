@@ -7,6 +7,7 @@ A collective that one rank enters alone hangs until the process group's time-out
 import atexit
 import contextlib
 import itertools
+import math
 import time
 import warnings
 
@@ -45,9 +46,12 @@ class Ranks:
         if self.size == 1:
             return
         self._meetings += 1
-        self._store.set(self._key("here", self.rank), what)
-        self._wait_for({rank: self._key("here", rank) for rank in range(self.size)}, what)
-        calls = {rank: self._store.get(self._key("here", rank)).decode() for rank in range(self.size)}
+        self._call = what
+        with self._store_explained():
+            self._store.set(self._key("here", self.rank), what)
+            self._wait_for({rank: self._key("here", rank) for rank in range(self.size)}, hint_after=HINT_AFTER)
+            calls = {rank: self._store.get(self._key("here", rank)).decode() for rank in range(self.size)}
+            self._part("met")
         if len(set(calls.values())) > 1:
             listed = "; ".join(f"rank {rank}: {call}" for rank, call in calls.items())
             raise RuntimeError(f"Ranks make different calls ({listed}). {_hint(what)}")
@@ -56,12 +60,30 @@ class Ranks:
         """What rank 0 passes as `value`, on every rank. Call it after `meet`, on all ranks."""
         if self.size == 1:
             return value
-        key = self._key("heard", 0)
+        key = self._key("said", 0)
+        with self._store_explained():
+            if self.rank == 0:
+                self._store.set(key, value)
+            else:
+                self._wait_for({0: key})
+                value = self._store.get(key).decode()
+            self._part("heard")
+        return value
+
+    @contextlib.contextmanager
+    def _store_explained(self):
+        try:
+            yield
+        except dist.DistNetworkError as error:
+            raise RuntimeError(
+                f"Rank {self.rank} is in {self._call}, but rank 0, which holds the store, has ended. {_hint(self._call)}"
+            ) from error
+
+    def _part(self, kind: str) -> None:
+        """Rank 0 goes last: the store may be in its process, which may end next, while others still ask."""
+        self._store.set(self._key(kind, self.rank), "")
         if self.rank == 0:
-            self._store.set(key, value)
-            return value
-        self._wait_for({0: key}, "waiting for rank 0")
-        return self._store.get(key).decode()
+            self._wait_for({rank: self._key(kind, rank) for rank in range(self.size)})
 
     def _key(self, kind: str, rank: int) -> str:
         return f"{self._prefix}/{self._meetings}/{kind}/{rank}"
@@ -70,8 +92,8 @@ class Ranks:
         with contextlib.suppress(Exception):  # the store may have gone with its host
             self._store.set(f"{self._prefix}/left/{self.rank}", "")
 
-    def _wait_for(self, keys: dict[int, str], what: str) -> None:
-        start, pause, hinted = time.monotonic(), 0.001, False
+    def _wait_for(self, keys: dict[int, str], hint_after: float = math.inf) -> None:
+        what, start, pause, hinted = self._call, time.monotonic(), 0.001, False
         while not self._store.check(list(keys.values())):
             missing = [rank for rank, key in keys.items() if not self._store.check([key])]
             ended = [rank for rank in missing if self._store.check([f"{self._prefix}/left/{rank}"])]
@@ -84,10 +106,10 @@ class Ranks:
                     f"Rank {self.rank} is in {what}, and rank {_listed(missing)} did not come within "
                     f"{self.timeout:.0f} s (`ddp_timeout`). {_hint(what)}"
                 )
-            if missing and waited > HINT_AFTER and not hinted:
+            if missing and waited > hint_after and not hinted:
                 hinted = True
                 warnings.warn(
-                    f"Rank {self.rank} is in {what} and has waited {HINT_AFTER:.0f} s for rank {_listed(missing)}. {_hint(what)}",
+                    f"Rank {self.rank} is in {what} and has waited {hint_after:.0f} s for rank {_listed(missing)}. {_hint(what)}",
                     stacklevel=4,
                 )
             time.sleep(pause)

@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -193,6 +194,33 @@ def test_saving_on_rank_0_only_is_an_error_that_says_so(base, tmp_path, then, me
     assert float(waited) < 15
     assert re.search(message, error)
     assert "Remove the `if rank == 0`" in error
+
+
+def meet_slowly(rank_0_comes):
+    """What rank 1, which asks the store twice a second, hears from rank 0, whose process ends when it has spoken."""
+    from accelerate import PartialState
+
+    from trl_fsdp_qlora import ranks as module
+
+    PartialState(cpu=True)
+    ranks, sleep = module.Ranks(timeout=60), time.sleep
+    if ranks.rank == 1:
+        module.time = SimpleNamespace(sleep=lambda _: sleep(0.5), monotonic=time.monotonic)
+    else:
+        sleep(0.3)  # the other one is waiting by now
+        if not rank_0_comes:
+            os._exit(3)
+    ranks.meet("`call()`")
+    return ranks.hear(f"from rank {ranks.rank}")
+
+
+def test_the_rank_with_the_store_leaves_last():
+    assert run_ranks(2, meet_slowly, True) == ["from rank 0", "from rank 0"]
+
+
+def test_a_store_that_has_gone_is_an_error_that_says_so():
+    with pytest.raises(RankError, match=r"Rank 1 is in `call\(\)`, but rank 0, which holds the store, has ended. Every rank must call"):
+        run_ranks(2, meet_slowly, False)
 
 
 def run_out_of_space(base, folder):
