@@ -434,3 +434,14 @@ def test_a_peft_model_is_trained_on_and_neither_frozen_nor_wrapped_nor_reset(bas
     assert before.keys() == after.keys() and not any(torch.equal(before[key], after[key]) for key in before)
     resumed = train(base, tmp_path / "resumed", resume=str(tmp_path / "checkpoint-2"), rows=token_rows(30, seed=5))
     assert logged(resumed) == logged(trainer)
+
+
+def test_going_on_from_an_output_folder_that_holds_checkpoints_too(base, tmp_path):
+    first = train(base, tmp_path / "first")
+    first.save_model()
+    assert (tmp_path / "first/checkpoint-4").is_dir()
+    second = train(base, tmp_path / "second", resume=str(tmp_path / "first"), max_steps=1, learning_rate=0.0)
+    assert second.state.global_step == 1
+    second.save_model()
+    before, after = (load_file(tmp_path / name / ADAPTER) for name in ("first", "second"))
+    assert all(torch.equal(before[name], after[name]) for name in before)

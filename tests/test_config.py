@@ -4,9 +4,11 @@ import sys
 
 import pytest
 import torch
+from transformers import BitsAndBytesConfig
 from trl import SFTConfig, TrlParser
 
 from trl_fsdp_qlora import QLoRASFTConfig
+from trl_fsdp_qlora.arguments import one_quantization
 from trl_fsdp_qlora.config import QLoRAArguments
 from trl_fsdp_qlora.precision import choose_supported_precision, compute_dtype, storage_dtype
 
@@ -48,6 +50,15 @@ def test_every_field_of_trl_keeps_its_default(tmp_path):
         ({"activation_offloading": True}, ["activation_offloading=True", "CPU", "Leave it out"]),
         ({"keep_activations": True, "gradient_checkpointing": False}, ["keep_activations=True", "gradient_checkpointing=False"]),
         ({"keep_activations": True, "fused": False}, ["keep_activations=True", "fused=False"]),
+        ({"max_length": -5}, ["max_length=-5", "at least 2"]),
+        ({"max_length": 1}, ["max_length=1", "at least 2"]),
+        ({"max_length": "512"}, ["max_length='512'"]),
+        ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps=0", "at least 1"]),
+        ({"gradient_accumulation_steps": -2}, ["gradient_accumulation_steps=-2", "at least 1"]),
+        ({"per_device_train_batch_size": 0}, ["per_device_train_batch_size=0"]),
+        ({"num_train_epochs": -1}, ["num_train_epochs=-1"]),
+        ({"learning_rate": float("nan")}, ["learning_rate=nan"]),
+        ({"pad_to_multiple_of": 0}, ["pad_to_multiple_of=0"]),
         ({"keep_activations": "auto"}, ["keep_activations='auto'", "True or False"]),
     ],
 )
@@ -166,3 +177,9 @@ def test_without_an_accelerator_the_cpu_trains(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = QLoRASFTConfig(str(tmp_path), report_to=[])
     assert config.use_cpu and config.bf16
+
+
+@pytest.mark.parametrize("given", ["nf4", {}, {"load_in_4bit": False}, BitsAndBytesConfig()])
+def test_a_quantization_that_is_none_is_refused(tmp_path, given):
+    with pytest.raises(ValueError, match="`quantization_config.*load_in_4bit=True"):
+        one_quantization(make(tmp_path), given, None)

@@ -284,6 +284,12 @@ def warnings(caplog, monkeypatch):
     return caplog
 
 
+def test_a_target_without_effect_is_said(gemma4, warnings):
+    assert resolve_lora_targets(gemma4, ["q_proj", "gate_prj"]) == resolve_lora_targets(gemma4, ["q_proj"])
+    assert "'gate_prj' of `lora_target_modules` matches no module" in warnings.text
+    assert "'q_proj'" not in warnings.text
+
+
 def test_exclusion_without_effect_is_said(gemma4, warnings):
     resolve_lora_targets(gemma4, "all-linear", ["no_such_module"])
     assert "excludes nothing" in warnings.text

@@ -64,9 +64,16 @@ def one_quantization(qlora: QLoRAArguments, argument, from_kwargs):
     if argument is not None and from_kwargs is not None:
         raise ValueError("`quantization_config` is given to the trainer and in `model_init_kwargs`: write one of them.")
     given = argument if argument is not None else from_kwargs
-    given = BitsAndBytesConfig(**given) if isinstance(given, dict) else given
     if given is None:
         return None
+    given = BitsAndBytesConfig(**given) if isinstance(given, dict) else given
+    if not isinstance(given, BitsAndBytesConfig):
+        raise ValueError(f"`quantization_config={given!r}` is not of bitsandbytes: write `BitsAndBytesConfig(load_in_4bit=True, …)`.")
+    if not (given.load_in_4bit or given.load_in_8bit):
+        raise ValueError(
+            "`quantization_config` asks for neither 4 nor 8 bits. Write `BitsAndBytesConfig(load_in_4bit=True, …)`, or leave it out "
+            "and write `load_in_4bit=False` in the config to train a LoRA on 16-bit weights."
+        )
     changed = qlora.changed_fields(*BNB_FIELDS)
     if changed:
         raise ValueError(

@@ -160,8 +160,27 @@ class QLoRASFTConfig(QLoRAArguments, SFTConfig):
         check_training_arguments(self)
 
 
+# Fields of transformers and TRL that are taken as they are there, and fail later, or train nothing without a word.
+SMALLEST = {
+    "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1, "pad_to_multiple_of": 1,
+    "max_length": 2,  # a row of one token has none to predict
+    "num_train_epochs": 0, "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0, "label_smoothing_factor": 0,
+    "neftune_noise_alpha": 0, "seed": 0,
+}  # fmt: skip
+
+
+def check_numbers(args) -> None:
+    for name, smallest in SMALLEST.items():
+        value = getattr(args, name, None)
+        if value is None:
+            continue
+        if not isinstance(value, (int, float)) or not smallest <= value < float("inf"):
+            raise ValueError(f"`{name}={value!r}` cannot work: write a number of at least {smallest}.")
+
+
 def check_training_arguments(args) -> None:
-    """Refuse training arguments that cannot work with 4-bit adapters, whichever config class carries them."""
+    """Refuse training arguments that cannot work, with 4-bit adapters or at all, whichever config class carries them."""
+    check_numbers(args)
     kwargs = args.gradient_checkpointing_kwargs or {}
     if args.gradient_checkpointing and kwargs.get("use_reentrant"):
         # Layers that share keys and values recompute before the layer that made them, and read detached tensors:

@@ -1,12 +1,15 @@
 """How a checkpoint contradicts the run that wants to resume it, in words."""
 
 import os
+import re
 
 from peft import PeftConfig, PeftModel
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .provenance import read_json
 from .training_state import ADAPTER_FILE, adapter_folders
 
+CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
 # Fields of a LoRA configuration that change what the adapter's numbers mean. Targets are compared by the tensors.
 LORA_MEANING = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "bias")
 
@@ -22,6 +25,8 @@ def of_checkpoint(folder: str, record: dict | None, model: PeftModel, here: dict
     for adapter, own in adapter_folders(model, folder).items():
         found += adapter_differences(own, model.peft_config[adapter])
     for name in sorted(os.listdir(folder)):
+        if CHECKPOINT.fullmatch(name):  # an output folder holds the run's checkpoints too
+            continue
         # Such as the reference of GRPO's KL term, when the policy was given as a `PeftModel`.
         if name not in model.peft_config and os.path.isfile(os.path.join(folder, name, ADAPTER_FILE)):
             found.append(f"an adapter {name!r} beside the one that trains, which this run lacks")

@@ -68,6 +68,10 @@ def resolve_lora_targets(
     wanted = [name for name in (linear if everything else adaptable) if matches(name) and not excluded(name)]
     if exclude_modules and not any(excluded(name) for name in adaptable):
         logger.warning("`lora_exclude_modules=%r` matches no module, so it excludes nothing.", exclude_modules)
+    if wanted and isinstance(target_modules, (list, tuple, set)):
+        for target in sorted(target_modules):
+            if not any(alias == target or alias.endswith(f".{target}") for name in adaptable for alias in _aliases(model, name)):
+                logger.warning("%r of `lora_target_modules` matches no module, so it adapts nothing.", target)
     if not language_model_only:
         if not wanted:
             raise ValueError(_nothing_matched(target_modules, exclude_modules, linear))
