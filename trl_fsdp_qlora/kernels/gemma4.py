@@ -201,8 +201,9 @@ class FusedGemma4TextDecoderLayer(Gemma4TextDecoderLayer):
             return self._mlp(x_BSI)
         tiles = x_BSI.split(tile_size, dim=1)
         if torch.is_grad_enabled():
-            # Nothing here is random, and the state of random numbers cannot be read while a graph is recorded.
-            return torch.cat([checkpoint(self._mlp, tile, use_reentrant=False, preserve_rng_state=False) for tile in tiles], dim=1)
+            # The state of random numbers cannot be read while a graph is recorded, and layers that drop out are not recorded.
+            random = any(drops_out(module) for module in self.mlp.modules() if isinstance(module, nn.Dropout))
+            return torch.cat([checkpoint(self._mlp, tile, use_reentrant=False, preserve_rng_state=random) for tile in tiles], dim=1)
         return torch.cat([self._mlp(tile) for tile in tiles], dim=1)
 
     def _mlp(self, x_BSI):
