@@ -1,8 +1,11 @@
 """Tiles change nothing but the memory they need."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from tests.fused_on_cpu import fused_on_cpu
 from tests.tiny import logged, sft_config, token_rows
 from trl_fsdp_qlora import QLoRASFTTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4, tiny_gemma4_model
@@ -46,3 +49,24 @@ def test_training(model_cache, tmp_path):
 def test_a_negative_size_is_refused(tmp_path):
     with pytest.raises(ValueError, match="mlp_tile_size=-1"):
         sft_config(tmp_path, mlp_tile_size=-1)
+
+
+def test_dropout_in_tiles_is_the_same_in_both_passes(model_cache, tmp_path):
+    """Gradients of fused operations are those of PyTorch's, which keep the state of random numbers for a tile."""
+    checkpoint = tiny_gemma4(str(model_cache / "gemma4"))
+    ids = torch.randint(8, 300, (1, 24), generator=torch.Generator().manual_seed(1))
+    found = []
+    for fused in (False, True):
+        config = sft_config(tmp_path, bf16=False, fused=fused, mlp_tile_size=8, lora_dropout=0.3)
+        with fused_on_cpu(replayed=False) if fused else nullcontext():
+            trainer = QLoRASFTTrainer(checkpoint, config, train_dataset=token_rows(6, (24,)))
+        model = trainer.model.train()
+        torch.manual_seed(5)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for p in trained.values():
+            torch.nn.init.normal_(p, std=0.05)
+        torch.manual_seed(7)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append({name: p.grad for name, p in trained.items() if ".mlp." in name})
+    for name, plain in found[0].items():
+        torch.testing.assert_close(found[1][name], plain, rtol=1e-3, atol=1e-5, msg=name)
