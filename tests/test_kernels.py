@@ -3,16 +3,17 @@
 import copy
 from contextlib import nullcontext
 
+import bitsandbytes as bnb
 import pytest
 import torch
-from peft import LoraConfig
+from peft import AdaLoraConfig, LoraConfig
 from torch import nn
 
 from tests.fused_on_cpu import OnCpu, fused_on_cpu
 from tests.tiny import logged, sft_config, token_rows
 from trl_fsdp_qlora import QLoRASFTTrainer
 from trl_fsdp_qlora.demo.models import tiny_gemma4
-from trl_fsdp_qlora.kernels import attention, fusing, graph_pool, joined_layers, qlora_linear, recording, replay, walks
+from trl_fsdp_qlora.kernels import attention, fusing, gemma4, graph_pool, joined_layers, qlora_linear, recording, replay, walks
 from trl_fsdp_qlora.kernels.fusing import replays_of
 from trl_fsdp_qlora.kernels.gated_gelu import gated_gelu_reference
 from trl_fsdp_qlora.kernels.qlora_linear import LinearGroup, QLoRAGatedLinear, QLoRALinear, Slot, qlora_linear_reference
@@ -77,8 +78,7 @@ def test_gradients_of_a_linear_after_gate_and_up(rows, ranks, grad):
 
 def lora_layer(quantised=True, dtype=torch.float32, adapters=("default",), bias=False, inputs=64, outputs=32, **config):
     """A PEFT layer with trained-looking adapters."""
-    import bitsandbytes as bnb
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
 
     torch.manual_seed(1)
     base = nn.Linear(inputs, outputs, bias=bias)
@@ -135,6 +135,25 @@ def test_dropout_is_drawn_as_peft_draws_it(adapters):
         torch.manual_seed(3)
         results.append(function(x))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_of_two_adapters_in_a_layer_fused_by_itself():
+    layer, x = lora_layer(adapters=("default", "second"), lora_dropout=0.5), torch.randn(3, 64)
+    torch.manual_seed(3)
+    expected = layer(x)
+    assert fusing._fuse_linears(nn.ModuleDict({"proj": layer})) == (1, {})
+    torch.manual_seed(3)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_are_read_in_another_way_stay_as_they_are():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 3
+
+    eight_bits = bnb.nn.Linear8bitLt(64, 32, bias=False, has_fp16_weights=False)
+    for layer in (eight_bits, Scaled(64, 32)):
+        assert joined_layers.unknown_kind(layer.requires_grad_(False)) == f"a {type(layer).__name__} inside"
 
 
 def test_disabled_adapters_count_at_the_call():
@@ -556,6 +575,33 @@ def test_dora_layers_stay_as_they_are(checkpoint, tmp_path):
     assert not layers and any("Dora" in reason for reason in kept)
 
 
+@pytest.mark.parametrize(("attention", "rtol"), [("eager", 1e-6), ("sdpa", 1e-2)])  # the own attention rounds elsewhere
+def test_a_stream_that_is_wider_than_autocast_takes_its_own_operations(checkpoint, tmp_path, caplog, attention, rtol):
+    gemma4._say_between.cache_clear()
+    found = []
+    for fused in (False, True):
+        args = sft_config(tmp_path, bf16=True, max_steps=3, model_init_kwargs={"dtype": "float32", "attn_implementation": attention})
+        with fused_on_cpu() if fused else nullcontext():
+            trainer = QLoRASFTTrainer(checkpoint, args, train_dataset=token_rows(8))
+        trainer.train()
+        found.append(logged(trainer))
+    agree(*found, rtol=rtol)
+    assert any("get float32 under bfloat16 autocast" in message for message in caplog.messages)
+
+
+def test_tokens_hidden_between_others_stay_hidden(checkpoint, tmp_path):
+    ids = torch.randint(8, 300, (2, 24))
+    other = ids.clone()
+    other[:, 6:9] = (other[:, 6:9] + 5) % 200 + 8
+    mask = torch.ones_like(ids)
+    mask[:, 6:9] = 0
+    with fused_on_cpu(replayed=False):
+        model = QLoRASFTTrainer(checkpoint, sft_config(tmp_path, bf16=False), train_dataset=token_rows(8)).model.eval()
+    with torch.no_grad():
+        one, two = (model(input_ids=some, attention_mask=mask).logits[:, 9:] for some in (ids, other))
+    torch.testing.assert_close(one, two)
+
+
 def test_evaluation_generation_and_disabled_adapters(checkpoint, tmp_path):
     plain, _ = train(checkpoint, tmp_path, "plain", max_steps=4)
     replayed, replays = train(checkpoint, tmp_path, "replayed", max_steps=4)
@@ -655,6 +701,11 @@ def test_nothing_changes_on_the_cpu(checkpoint, tmp_path):
         ({"keep_activations": True}, "CUDA graphs of layers, for shapes that come again, which keep activations where there is memory"),
         ({"attn_implementation": "eager"}, "fused operations: 8 decoder layers, CUDA graphs of layers, for shapes that come again"),
         ({"fused": False}, "fused operations: turned off"),
+        ({"peft_config": AdaLoraConfig(total_step=9, target_modules=["q_proj"])}, "none; 8 not: an adapter of type SVDLinear"),
+        (
+            {"peft_config": LoraConfig(target_modules=["q_proj"], modules_to_save=["input_layernorm"])},
+            "8 not: norms that train (decoder layers)",
+        ),
         ({"peft_config": LoraConfig(use_dora=True, target_modules="all-linear")}, "none; 69 not: an adapter of kind DoraLinearVariant"),
     ],
 )

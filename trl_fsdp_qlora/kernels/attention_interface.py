@@ -25,17 +25,24 @@ def first_visible_keys(batch_size, q_length, kv_length, allow_is_causal_skip=Tru
 
     Windows are not in it: `attention` keeps to them itself.
     """
-    if not allow_is_causal_skip or q_length != kv_length:
+    plain = allow_is_causal_skip and q_length == kv_length
+    if plain and (attention_mask is None or bool(attention_mask.all())):
+        return None
+    if not plain or _hides_between(attention_mask.bool()):
         return sdpa_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, allow_is_causal_skip=allow_is_causal_skip,
             attention_mask=attention_mask, device=device, **kwargs,
         )  # fmt: skip
-    if attention_mask is None or bool(attention_mask.all()):
-        return None
     # Padding on the right is seen by padding only. A query on the left padding sees itself.
     padding = attention_mask.to(torch.int32).argmax(-1, keepdim=True)
     first_key = torch.minimum(padding, torch.arange(q_length, device=padding.device))
     return first_key.to(torch.int32)[:, None, :, None]
+
+
+def _hides_between(seen: torch.Tensor) -> bool:
+    """Whether a row (B, S) hides tokens between others, not only before and after them."""
+    comes_again = seen[:, 1:] & ~seen[:, :-1]
+    return bool((comes_again & (seen.cumsum(-1)[:, :-1] > 0)).any())
 
 
 def stretched_attention_forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, **kwargs):

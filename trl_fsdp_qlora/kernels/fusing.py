@@ -43,8 +43,9 @@ def apply_fused_layers(
             extent = ", which keep activations where there is memory" if keep_activations else ""
             active.append(f"CUDA graphs of layers, for shapes that come again{extent}")
     else:
-        count, unfused = _fuse_linears(model)
+        count, others = _fuse_linears(model)
         active = [f"{count} LoRA layers"] if count else []
+        unfused = others + Counter({f"{reason} (decoder layers)": n for reason, n in unfused.items() if reason not in others})
     notes = "".join(f"; {n} not: {reason}" for reason, n in unfused.items())
     return f"fused operations: {', '.join(active) or 'none'}{notes}"
 
@@ -72,7 +73,7 @@ def _decoder_layers(model: nn.Module) -> tuple[list[nn.Module], Counter]:
 
 
 def _use_own_attention(config) -> list[str]:
-    """In place of PyTorch's; an attention that the user chose stays."""
+    """In place of PyTorch's; another that the user chose stays."""
     from . import attention_interface
 
     if config._attn_implementation != "sdpa":

@@ -4,7 +4,7 @@ Shapes: B batch, S sequence, H query heads, K key/value heads, D head dimension.
 """
 
 import types
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer, eager_attention_forward
 
+from ..logging import get_logger
 from . import attention_interface
 from .gated_gelu import gated_gelu
 from .graph_pool import Replays
@@ -21,6 +22,8 @@ from .norm_rotary import norm_rotary
 from .recording import Place
 from .replay import Kind, LayerReplay, replay
 from .rms_norm import add_rms_norm, rms_norm, rms_norm_and_residual
+
+logger = get_logger(__name__)
 
 ACTIVATION = "gelu_pytorch_tanh"
 CACHES = ("cache", "past_key_values")
@@ -73,6 +76,20 @@ def _inner_modules(layer):
     """Modules whose own forward the fused one does not call."""
     linears = _linears(layer)
     return [layer.self_attn, layer.mlp, *_norms(layer), *linears, *(m for linear in linears for m in inner_modules(linear))]
+
+
+def _between_dtypes(hidden_states: torch.Tensor) -> bool:
+    """Whether autocast would change the dtype of some operations: a stream in fp32, as from an embedding that trains."""
+    kind = hidden_states.device.type
+    between = torch.is_autocast_enabled(kind) and hidden_states.dtype != torch.get_autocast_dtype(kind)
+    if between:
+        _say_between(str(hidden_states.dtype).removeprefix("torch."), str(torch.get_autocast_dtype(kind)).removeprefix("torch."))
+    return between
+
+
+@cache
+def _say_between(stream: str, autocast: str) -> None:
+    logger.warning("Decoder layers get %s under %s autocast, and take their own operations instead of fused ones.", stream, autocast)
 
 
 def _norms(layer):
@@ -139,6 +156,7 @@ def _replayed_forward(
         and not (layer.training and attention.attention_dropout)
         and not torch.is_inference_mode_enabled()
         and not hooked(layer.inner)
+        and not _between_dtypes(hidden_states)
     )
     if plain:
         k, v = shared_kv_states[attention.layer_type] if attention.is_kv_shared_layer else (None, None)
@@ -167,7 +185,7 @@ class FusedGemma4TextDecoderLayer(Gemma4TextDecoderLayer):
     def forward(
         self, hidden_states, per_layer_input=None, shared_kv_states=None, position_embeddings=None, attention_mask=None, **kwargs
     ):
-        if any(kwargs.get(name) is not None for name in CACHES) or hooked(self.inner):
+        if any(kwargs.get(name) is not None for name in CACHES) or hooked(self.inner) or _between_dtypes(hidden_states):
             return super().forward(
                 hidden_states,
                 per_layer_input,

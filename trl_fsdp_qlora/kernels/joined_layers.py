@@ -20,12 +20,15 @@ def base_of(layer: nn.Module) -> nn.Module:
 def unknown_kind(layer: nn.Module) -> str | None:
     """Why `layer` keeps PEFT's forward, or None if it need not. Looks at what adapters are, not at which are active."""
     base = base_of(layer)
-    if not isinstance(base, nn.Linear):
+    # Others make numbers of their weight in a way of their own, as those in 8 bit do.
+    if getattr(base, "quant_state", None) is None and type(base).forward is not nn.Linear.forward:
         return f"a {type(base).__name__} inside"
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
         return "a base layer that trains"
     if not isinstance(layer, LoraLayer):
         return None if isinstance(layer, nn.Linear) else f"an adapter of type {type(layer).__name__}"
+    if not isinstance(layer.lora_A, nn.ModuleDict):  # AdaLoRA
+        return f"an adapter of type {type(layer).__name__}"
     if layer.lora_variant:
         return f"an adapter of kind {type(next(iter(layer.lora_variant.values()))).__name__}"
     if any(layer.lora_bias.values()):
@@ -115,7 +118,7 @@ class JoinedLayers:
         outputs = []
         for layer, group, adapters in zip(self.layers, self.alone, active, strict=True):
             if len(adapters) > 1:
-                outputs.append(layer(rows))
+                outputs.append(type(layer).forward(layer, rows))  # its own: the instance's may be this one
                 continue
             low, slots = None, []
             for a, _, scale, dropout in adapters:
