@@ -6,8 +6,9 @@ from contextlib import nullcontext
 import bitsandbytes as bnb
 import pytest
 import torch
-from peft import AdaLoraConfig, LoraConfig
+from peft import AdaLoraConfig, LoraConfig, PeftModel
 from torch import nn
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
 from tests.fused_on_cpu import OnCpu, fused_on_cpu
 from tests.tiny import logged, sft_config, token_rows
@@ -577,7 +578,7 @@ def test_dora_layers_stay_as_they_are(checkpoint, tmp_path):
 
 @pytest.mark.parametrize(("attention", "rtol"), [("eager", 1e-6), ("sdpa", 1e-2)])  # the own attention rounds elsewhere
 def test_a_stream_that_is_wider_than_autocast_takes_its_own_operations(checkpoint, tmp_path, caplog, attention, rtol):
-    gemma4._say_between.cache_clear()
+    gemma4._say_once.cache_clear()
     found = []
     for fused in (False, True):
         args = sft_config(tmp_path, bf16=True, max_steps=3, model_init_kwargs={"dtype": "float32", "attn_implementation": attention})
@@ -616,6 +617,75 @@ def test_evaluation_generation_and_disabled_adapters(checkpoint, tmp_path):
     made = [m.generate(input_ids=ids[:1, :6], max_new_tokens=6, do_sample=False) for m in (plain.model, replayed.model)]
     assert torch.equal(*made)
     assert sum(len(kinds) for kinds in replays.recordings.values()) > 12  # with and without gradients, with and without adapters
+
+
+LANGUAGE = r".*language_model\.layers\.\d+\.\w+\."
+
+
+def untrained(checkpoint, out, how: str, **fields):
+    """A model with adapters that do something, always the same."""
+    with nullcontext() if how == "plain" else fused_on_cpu(replayed=how != "fused"):
+        trainer = QLoRASFTTrainer(checkpoint, sft_config(out, bf16=False, fused=how != "plain", **fields), train_dataset=token_rows(8))
+    torch.manual_seed(4)
+    for name, parameter in trainer.model.named_parameters():
+        if ".lora_" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return trainer.model.eval()
+
+
+@pytest.mark.parametrize("change", ["merge_and_unload", "unload", "merge_adapter", "unmerge_adapter", "add_adapter"])
+@pytest.mark.parametrize("how", ["fused", "replayed"])
+def test_adapters_that_change_after_fusing_count(checkpoint, tmp_path, how, change):
+    ids, found = torch.randint(8, 300, (2, 24)), []
+    for this in ("plain", how):
+        model = untrained(checkpoint, tmp_path, this, lora_target_modules=["q_proj", "down_proj"])
+        with torch.no_grad():
+            before = [model(input_ids=ids).logits for _ in range(3)][-1]
+            if change == "add_adapter":
+                torch.manual_seed(4)
+                model.add_adapter("other", LoraConfig(target_modules=LANGUAGE + "(k_proj|down_proj)", init_lora_weights=False))
+                model.set_adapter("other")
+            elif change == "unmerge_adapter":
+                model.merge_adapter()
+                model(input_ids=ids)
+                model.unmerge_adapter()
+            else:
+                model = getattr(model, change)() or model
+            after = [model(input_ids=ids).logits for _ in range(3)]
+        assert (after[0] - before).norm() > 1e-2 * before.norm()  # unmerged weights have been rounded twice
+        found.append(torch.stack(after))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+def test_layers_that_cannot_be_fused_any_more_are_said(checkpoint, tmp_path, caplog):
+    gemma4._say_once.cache_clear()
+    ids, found = torch.randint(8, 300, (2, 24)), []
+    for how in ("plain", "replayed"):
+        model = untrained(checkpoint, tmp_path, how, lora_target_modules=["q_proj"])
+        model.add_adapter("other", LoraConfig(target_modules=LANGUAGE + "k_proj", use_dora=True, init_lora_weights=False))
+        model.set_adapter("other")
+        with torch.no_grad():
+            found.append(model(input_ids=ids).logits)
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+    assert sum("Decoder layers have changed" in m and "DoraLinearVariant" in m for m in caplog.messages) == 1
+
+
+def test_merging_is_what_peft_does_to_a_model_of_its_own(checkpoint, tmp_path):
+    model = untrained(checkpoint, tmp_path, "plain")
+    model.save_pretrained(str(tmp_path / "adapter"))
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32, bnb_4bit_use_double_quant=True
+    )
+    stock = AutoModelForImageTextToText.from_pretrained(checkpoint, quantization_config=config, dtype=torch.float32)
+    stock = PeftModel.from_pretrained(stock, str(tmp_path / "adapter"))
+    packed = []
+    for merged in (model.merge_and_unload(), stock.merge_and_unload()):
+        layers = {name: module.weight for name, module in merged.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
+        packed.append({name: bnb.functional.dequantize_4bit(weight.data, weight.quant_state) for name, weight in layers.items()})
+    assert packed[0].keys() <= packed[1].keys() and len(packed[0]) > 60
+    for name, weight in packed[0].items():
+        torch.testing.assert_close(weight, packed[1][name], rtol=0, atol=0)
 
 
 def test_other_places_are_found_after_a_copy(checkpoint, tmp_path):
@@ -701,7 +771,7 @@ def test_nothing_changes_on_the_cpu(checkpoint, tmp_path):
         ({"keep_activations": True}, "CUDA graphs of layers, for shapes that come again, which keep activations where there is memory"),
         ({"attn_implementation": "eager"}, "fused operations: 8 decoder layers, CUDA graphs of layers, for shapes that come again"),
         ({"fused": False}, "fused operations: turned off"),
-        ({"peft_config": AdaLoraConfig(total_step=9, target_modules=["q_proj"])}, "none; 8 not: an adapter of type SVDLinear"),
+        ({"peft_config": AdaLoraConfig(total_step=9, target_modules=["q_proj"])}, "none; 8 not: an adapter of type SVDLinear4bit"),
         (
             {"peft_config": LoraConfig(target_modules=["q_proj"], modules_to_save=["input_layernorm"])},
             "8 not: norms that train (decoder layers)",

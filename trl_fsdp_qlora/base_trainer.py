@@ -9,9 +9,11 @@ Overridden of `transformers.Trainer`, and why:
 - what `checkpoint.CheckpointMixin` lists.
 """
 
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import peft
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -194,21 +196,26 @@ class QLoRATrainerMixin(CheckpointMixin):
         """Around TRL's `__init__`: what it would do to a model of ours, and must not.
 
         - `model_init_kwargs` were used already; TRL would warn that they are ignored.
-        - TRL casts adapters on a quantised base to bf16, without fp32 masters (it reads `is_loaded_in_4bit`).
+        - TRL casts adapters on a quantised base to bf16, without fp32 masters (it reads `is_loaded_in_4bit`). PEFT must read it: a
+          layer that does not know its weight as packed cannot merge an adapter into it.
         - accelerate and transformers must not see FSDP.
         """
         base = made.model.get_base_model() if isinstance(made.model, PeftModel) else made.model
         flags = {f: getattr(base, f) for f in ("is_loaded_in_4bit", "is_loaded_in_8bit") if getattr(base, f, False)}
         init_kwargs, args.model_init_kwargs = args.model_init_kwargs, None
-        for flag in flags:
-            setattr(base, flag, False)
+        hidden = attributes(base, **dict.fromkeys(flags, False))
+
+        def get_peft_model(*args, **kwargs):
+            with attributes(base, **flags):
+                return peft.get_peft_model(*args, **kwargs)
+
+        trl_module = sys.modules[next(c for c in type(self).__mro__ if c.__module__.startswith("trl.")).__module__]
         try:
-            with hidden_from_accelerate(args), patterns_of_parameters(made.peft_config):
-                yield
+            with hidden, attributes(trl_module, get_peft_model=get_peft_model):
+                with hidden_from_accelerate(args), patterns_of_parameters(made.peft_config):
+                    yield
         finally:
             args.model_init_kwargs = init_kwargs
-            for flag, value in flags.items():
-                setattr(base, flag, value)
 
     def finish(self, made: Made) -> None:
         """After TRL's `__init__`: adapter dtype, then the ranks, then say what is where."""
@@ -292,6 +299,19 @@ def leave_embeddings_without_gradients(model: nn.Module) -> None:
 
 def _leave_inputs_alone() -> None:
     pass
+
+
+@contextmanager
+def attributes(owner, **values):
+    """`owner` with other values of attributes that it has."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def set_adapter_dtype(model: PeftModel, dtype: torch.dtype) -> None:

@@ -44,6 +44,11 @@ def why_not(layer: Gemma4TextDecoderLayer) -> str | None:
 
 def fuse(layer: Gemma4TextDecoderLayer) -> None:
     """Give `layer` the fused forward, in place. Its class keeps its name, which FSDP settings may mention."""
+    _join(layer)
+    layer.__class__ = FusedGemma4TextDecoderLayer
+
+
+def _join(layer) -> None:
     attention, mlp = layer.self_attn, layer.mlp
     qkv = [attention.q_proj]
     if not attention.is_kv_shared_layer:
@@ -56,7 +61,28 @@ def fuse(layer: Gemma4TextDecoderLayer) -> None:
         layer.joined_ple_gate = JoinedLayers([layer.per_layer_input_gate])
         layer.joined_ple_out = JoinedLayers([layer.per_layer_projection])
     layer.linears, layer.inner = _linears(layer), _inner_modules(layer)
-    layer.__class__ = FusedGemma4TextDecoderLayer
+    layer.joined_parts, layer.stays_unfused = _parts(layer), False
+
+
+def _parts(layer) -> list[tuple[nn.Module, str, object]]:
+    """What was fused: the linear layers, in what holds them, and how their weights are packed."""
+    held = [(layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], m) for name, m in _named_linears(layer)]
+    bases = [base_of(linear) for linear in layer.linears]
+    return held + [(base, "quant_state", base.quant_state) for base in bases if getattr(base, "quant_state", None) is not None]
+
+
+def _keep_up(layer) -> None:
+    """Fuse anew what is another layer by now: adapters may have been put on it, merged into it or taken off since."""
+    if layer.stays_unfused or all(getattr(owner, name) is part for owner, name, part in layer.joined_parts):
+        return
+    reason = why_not(layer)
+    if reason is not None:
+        layer.stays_unfused = True
+        _say_once(f"Decoder layers have changed, and take their own operations instead of fused ones from now on: {reason}.")
+        return
+    _join(layer)
+    if "replay" in vars(layer):
+        layer.replay = LayerReplay(layer.replay.replays, _kind(layer))
 
 
 def replay_layer(layer: "FusedGemma4TextDecoderLayer", replays: Replays) -> None:
@@ -68,8 +94,12 @@ def replay_layer(layer: "FusedGemma4TextDecoderLayer", replays: Replays) -> None
     layer.forward = types.MethodType(_replayed_forward, layer)
 
 
+def _named_linears(layer):
+    return [(n, m) for n, m in layer.named_modules() if n.endswith(("_proj", "per_layer_input_gate", "per_layer_projection"))]
+
+
 def _linears(layer):
-    return [m for name, m in layer.named_modules() if name.endswith(("_proj", "per_layer_input_gate", "per_layer_projection"))]
+    return [module for _, module in _named_linears(layer)]
 
 
 def _inner_modules(layer):
@@ -83,13 +113,14 @@ def _between_dtypes(hidden_states: torch.Tensor) -> bool:
     kind = hidden_states.device.type
     between = torch.is_autocast_enabled(kind) and hidden_states.dtype != torch.get_autocast_dtype(kind)
     if between:
-        _say_between(str(hidden_states.dtype).removeprefix("torch."), str(torch.get_autocast_dtype(kind)).removeprefix("torch."))
+        stream, autocast = (str(dtype).removeprefix("torch.") for dtype in (hidden_states.dtype, torch.get_autocast_dtype(kind)))
+        _say_once(f"Decoder layers get {stream} under {autocast} autocast, and take their own operations instead of fused ones.")
     return between
 
 
 @cache
-def _say_between(stream: str, autocast: str) -> None:
-    logger.warning("Decoder layers get %s under %s autocast, and take their own operations instead of fused ones.", stream, autocast)
+def _say_once(warning: str) -> None:
+    logger.warning(warning)
 
 
 def _norms(layer):
@@ -148,6 +179,7 @@ def _replayed_forward(
     layer, hidden_states, per_layer_input=None, shared_kv_states=None, position_embeddings=None, attention_mask=None, **kwargs
 ):
     """What this layer computes, by replay where that can be, else by its own forward."""
+    _keep_up(layer)
     attention = layer.self_attn
     plain = (
         hidden_states.device.type == layer.replay.replays.device.type
@@ -155,6 +187,7 @@ def _replayed_forward(
         and attention.config._attn_implementation in (attention_interface.NAME, "sdpa")
         and not (layer.training and attention.attention_dropout)
         and not torch.is_inference_mode_enabled()
+        and not layer.stays_unfused
         and not hooked(layer.inner)
         and not _between_dtypes(hidden_states)
     )
@@ -185,7 +218,9 @@ class FusedGemma4TextDecoderLayer(Gemma4TextDecoderLayer):
     def forward(
         self, hidden_states, per_layer_input=None, shared_kv_states=None, position_embeddings=None, attention_mask=None, **kwargs
     ):
-        if any(kwargs.get(name) is not None for name in CACHES) or hooked(self.inner) or _between_dtypes(hidden_states):
+        _keep_up(self)
+        cached = any(kwargs.get(name) is not None for name in CACHES)
+        if cached or self.stays_unfused or hooked(self.inner) or _between_dtypes(hidden_states):
             return super().forward(
                 hidden_states,
                 per_layer_input,
