@@ -760,7 +760,7 @@ def test_packed_bytes_are_copied_as_integers():
 
 def test_nothing_changes_on_the_cpu(checkpoint, tmp_path):
     trainer = QLoRASFTTrainer(checkpoint, sft_config(tmp_path, fused=True), train_dataset=token_rows(8))
-    assert fusing.apply_fused_layers(trainer.model, CPU) == "fused operations: none (no GPU)"
+    assert fusing.apply_fused_layers(trainer.model, CPU) == ("fused operations: none (no GPU)", False)
     assert not any(hasattr(m, "replay") or hasattr(m, "joined") for m in trainer.model.modules())
 
 
@@ -769,7 +769,8 @@ def test_nothing_changes_on_the_cpu(checkpoint, tmp_path):
     [
         ({}, "fused operations: 8 decoder layers, attention over stretches of queries, CUDA graphs of layers, for shapes that come again"),
         ({"keep_activations": True}, "CUDA graphs of layers, for shapes that come again, which keep activations where there is memory"),
-        ({"attn_implementation": "eager"}, "fused operations: 8 decoder layers, CUDA graphs of layers, for shapes that come again"),
+        ({"attn_implementation": "eager"}, "fused operations: 8 decoder layers, no CUDA graphs of layers (attention eager)"),
+        ({"lora_dropout": 0.1}, "CUDA graphs of layers, for shapes that come again, not in training (dropout before adapters)"),
         ({"fused": False}, "fused operations: turned off"),
         ({"peft_config": AdaLoraConfig(total_step=9, target_modules=["q_proj"])}, "none; 8 not: an adapter of type SVDLinear4bit"),
         (
@@ -787,8 +788,10 @@ def test_what_is_active_is_said(checkpoint, tmp_path, caplog, fields, said):
     assert line.endswith(said)
 
 
-def test_kept_activations_without_graphs_are_said_to_be_none(checkpoint, tmp_path, caplog):
-    QLoRASFTTrainer(checkpoint, sft_config(tmp_path, keep_activations=True), train_dataset=token_rows(8))
+@pytest.mark.parametrize("fields", [None, {"attn_implementation": "eager"}, {"lora_dropout": 0.1}])
+def test_kept_activations_without_graphs_are_said_to_be_none(checkpoint, tmp_path, caplog, fields):
+    with nullcontext() if fields is None else fused_on_cpu():
+        QLoRASFTTrainer(checkpoint, sft_config(tmp_path, keep_activations=True, **(fields or {})), train_dataset=token_rows(8))
     assert any("`keep_activations=True` has no effect" in message for message in caplog.messages)
 
 

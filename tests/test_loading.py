@@ -1,5 +1,6 @@
 """4-bit loading: the same bytes as transformers', each part where the plan says, and errors that name the file."""
 
+import json
 import shutil
 
 import pytest
@@ -222,13 +223,21 @@ def test_wider_dtype_on_disk(checkpoint, tmp_path):
 
 
 def test_weights_that_do_not_fit_their_config(checkpoint, tmp_path):
-    import json
-
     folder = copy_of(checkpoint, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["intermediate_size"] = 96
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="are not those its config.json describes"):
+        load_model(str(folder))
+
+
+def test_weights_packed_before_that_do_not_fit_their_config(checkpoint, tmp_path):
+    folder = tmp_path / "packed"
+    load_model(checkpoint, quantization_config=nf4()).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["intermediate_size"] *= 2
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"are not those its config.json describes: .*layers\.0\.mlp\.\w+_proj\.weight: \("):
         load_model(str(folder))
 
 

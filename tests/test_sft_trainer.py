@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from trl_fsdp_qlora.targets import resolve_peft_config
 
 ROWS = token_rows(8, lengths=(24, 9, 17, 30))
 FAR_TOKEN = Dataset.from_dict({"input_ids": [[2, 40, 511], [2, 40, 512]]})  # the tiny model's vocabulary has 512
+ON_HOST = {"per_layer_embedding_device": "cpu"}
 EMPTY_STREAM = IterableDataset.from_generator(lambda: iter(()))
 UNTYPED = [{"role": "user", "content": [{"text": "hello"}]}, {"role": "assistant", "content": [{"text": "a short text"}]}]
 
@@ -63,6 +65,31 @@ def test_defaults_train_adapters_and_nothing_else(checkpoint, tmp_path):
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["r"] == 16 and config["base_model_name_or_path"] == checkpoint
     assert (tmp_path / "tokenizer.json").exists()
+
+
+def test_modules_that_are_trained_whole(checkpoint, tmp_path):
+    config = nf4()
+    config.llm_int8_skip_modules = ["k_proj"]
+    lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["input_layernorm", "k_proj"])
+    trainer = trainer_for(Path(checkpoint), tmp_path, trainer_args={"peft_config": lora, "quantization_config": config})
+    before = adapters(trainer)
+    kinds = {name.split(".modules_to_save")[0].rpartition(".")[2] for name in before if "modules_to_save" in name}
+    assert kinds == {"input_layernorm", "k_proj"} and not [name for name in before if "tower" in name]
+    trainer.train()
+    trainer.save_model()
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert not any(torch.equal(before[name], p) for name, p in adapters(trainer).items() if "lora_A" not in name)
+    assert len(saved) == len(before)
+
+
+def test_gradients_asked_of_embeddings_before_are_not_asked_any_more(checkpoint, tmp_path):
+    model = load_model(checkpoint, quantization_config=nf4())
+    model.get_input_embeddings().register_forward_hook(lambda *args: None)
+    for _ in range(2):
+        model.enable_input_require_grads()
+    trainer = trainer_for(model, tmp_path, max_steps=1)
+    trainer.train()
+    assert len(trainer.model.get_base_model().get_input_embeddings()._forward_hooks) == 1
 
 
 def test_small_updates_are_not_rounded_away(checkpoint, tmp_path):
@@ -210,11 +237,18 @@ class TestRefusedBeforeLoading:
             ({"attn_implementation": "eager", "model_init_kwargs": {"attn_implementation": "sdpa"}}, {}, "disagree"),
             ({"bnb_4bit_quant_type": "fp4"}, {"quantization_config": nf4()}, "write one of the two"),
             ({"model_init_kwargs": {"quantization_config": nf4()}}, {"quantization_config": nf4()}, "write one of them"),
+            ({"load_in_4bit": False}, {"quantization_config": nf4()}, "`load_in_4bit=False`, and `quantization_config` asks for 4"),
+            ({"load_in_4bit": False, "bnb_4bit_quant_type": "fp4"}, {}, "`load_in_4bit=False` quantises nothing, and bnb_4bit_quant_type"),
             ({}, {"peft_config": LoraConfig(target_modules=["nothing"])}, "matches none"),
             ({}, {"peft_config": LoraConfig(inference_mode=True)}, "inference_mode=True"),
             ({}, {"peft_config": LoraConfig(init_lora_weights="pissa")}, "cannot be done to 4-bit"),
             ({}, {"peft_config": LoraConfig(bias="all")}, "biases of towers"),
             ({}, {"peft_config": LoraConfig(modules_to_save=["nonexistent"])}, "does not contain"),
+            ({}, {"peft_config": LoraConfig(modules_to_save=["k_proj"])}, r"k_proj' in it has 4-bit weights.*skip_modules=\['k_proj'\]"),
+            ({}, {"peft_config": LoraConfig(modules_to_save=["mlp"])}, "_proj' in it has 4-bit weights"),
+            ({}, {"peft_config": LoraConfig(modules_to_save=["audio_tower"])}, "in towers and connectors alone.*language_model_only=False"),
+            (ON_HOST, {"peft_config": LoraConfig(modules_to_save=["embed_tokens_per_layer"])}, "per_layer_embedding_device='accelerator'"),
+            ({**ON_HOST, "lora_target_modules": ["embed_tokens_per_layer"]}, {}, "per_layer_embedding_device='accelerator'"),
             ({}, {"peft_config": LoraConfig(trainable_token_indices=[10, 15])}, "tied to the embedding"),
             ({}, {"peft_config": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}, "per-layer embeddings"),
             ({"model_init_kwargs": {"dtype": "float16"}}, {}, "do not mix"),
@@ -244,6 +278,16 @@ class TestRefusedBeforeLoading:
         config = SFTConfig(str(tmp_path), use_cpu=True, report_to=[], activation_offloading=True)
         with pytest.raises(ValueError, match="activation_offloading=True"):
             QLoRASFTTrainer(weightless, config, train_dataset=ROWS)
+
+    def test_offloading_by_checkpointing_in_a_plain_config(self, weightless, tmp_path):
+        config = SFTConfig(str(tmp_path), use_cpu=True, report_to=[], gradient_checkpointing_kwargs={"offload": True})
+        with pytest.raises(ValueError, match="activation_offloading=True"):
+            QLoRASFTTrainer(weightless, config, train_dataset=ROWS)
+
+    def test_an_adapter_is_no_model(self, checkpoint, tmp_path):
+        trainer_for(checkpoint, tmp_path).save_model()
+        with pytest.raises(ValueError, match="is an adapter, not a model.*is_trainable=True"):
+            trainer_for(tmp_path, tmp_path)
 
     def test_flash_attention_and_wide_heads(self, model_cache, tmp_path):
         wide = tiny_gemma4(str(model_cache / "wide"), global_head_dim=512)

@@ -267,7 +267,7 @@ def test_no_adapters_on_layers_without_their_own_keys_and_values(gemma4):
         (["qproj"], ["'qproj'", "51 linear layers", "q_proj"]),
         (["patch_dense"], ["51 linear layers"]),
         (["lm_head"], ["language_model_only=False"]),
-        ("q_proj", ["'q_proj'", "51"]),  # a string must match the whole name
+        ("q_proj", ["'q_proj'", "51", "write ['q_proj']"]),  # a string must match the whole name
         (r".*vision_tower.*q_proj.*", ["outside the language model", "language_model_only=False"]),
     ],
 )

@@ -64,7 +64,10 @@ def one_quantization(qlora: QLoRAArguments, argument, from_kwargs):
     if argument is not None and from_kwargs is not None:
         raise ValueError("`quantization_config` is given to the trainer and in `model_init_kwargs`: write one of them.")
     given = argument if argument is not None else from_kwargs
+    changed = qlora.changed_fields(*BNB_FIELDS)
     if given is None:
+        if changed and not qlora.load_in_4bit:
+            raise ValueError(f"`load_in_4bit=False` quantises nothing, and {', '.join(changed)} asks how. Leave one of the two out.")
         return None
     given = BitsAndBytesConfig(**given) if isinstance(given, dict) else given
     if not isinstance(given, BitsAndBytesConfig):
@@ -74,7 +77,8 @@ def one_quantization(qlora: QLoRAArguments, argument, from_kwargs):
             "`quantization_config` asks for neither 4 nor 8 bits. Write `BitsAndBytesConfig(load_in_4bit=True, …)`, or leave it out "
             "and write `load_in_4bit=False` in the config to train a LoRA on 16-bit weights."
         )
-    changed = qlora.changed_fields(*BNB_FIELDS)
+    if given.load_in_4bit and not qlora.load_in_4bit:
+        raise ValueError("`load_in_4bit=False`, and `quantization_config` asks for 4 bits. Leave one of the two out.")
     if changed:
         raise ValueError(
             f"`quantization_config` is given, and so are {', '.join(changed)}: write one of the two. "

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import peft
 import torch
+from bitsandbytes.nn import Params4bit
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -36,11 +37,12 @@ from .checks import (
 )
 from .config import check_training_arguments
 from .expert_adapters import patterns_of_parameters
-from .kernels.fusing import apply_fused_layers, replays_of
+from .kernels.fusing import apply_fused_layers
 from .kernels.walks import shorten_walks
-from .loading import inspect_checkpoint, keep_packed_bytes, load_model, quantization_from
+from .loading import inspect_checkpoint, keep_packed_bytes, load_model, quantization_from, skipped_modules
 from .logging import get_logger
-from .placement import placement_table
+from .packed import packed_weights
+from .placement import choose_host_modules, move_in_trained_parts, placement_table
 from .precision import DTYPES, check_storage_fits, compute_dtype, storage_dtype
 from .ranks import Ranks
 from .sharding_request import hidden_from_accelerate, read_sharding_request
@@ -104,16 +106,18 @@ class QLoRATrainerMixin(CheckpointMixin):
         checkpoint = inspect_checkpoint(name, revision=revision, trust_remote_code=trust)
         resolved = resolved_adapter(checkpoint.skeleton, qlora, peft_config)
         check_dtype(dtype, args)
-        quantised = quantization_config is not None or getattr(checkpoint.config, "quantization_config", None) is not None
-        self._check_peft(checkpoint.skeleton, resolved, args, qlora, quantised)
+        placement = {"per_layer_embedding_device": qlora.per_layer_embedding_device, "tower_device": qlora.tower_device}
+        on_host = choose_host_modules(checkpoint.skeleton, checkpoint.structure, device, **placement)
+        quantisation = getattr(checkpoint.config, "quantization_config", None) or quantization_config
+        in_16_bit = None if quantisation is None else skipped_modules(checkpoint.structure, quantisation)
+        self._check_peft(checkpoint.skeleton, resolved, args, qlora, in_16_bit, on_host)
         model = load_model(
             checkpoint,
             quantization_config=quantization_config,
             dtype=dtype,
             attn_implementation=attention,
             device=device,
-            per_layer_embedding_device=qlora.per_layer_embedding_device,
-            tower_device=qlora.tower_device,
+            **placement,
             revision=revision,
             trust_remote_code=trust,
             shard=self._shard_while_loading(args, resolved),
@@ -121,10 +125,15 @@ class QLoRATrainerMixin(CheckpointMixin):
         )
         return Made(model, resolved)
 
-    def _check_peft(self, model, peft_config, args, qlora, quantised: bool) -> None:
-        fsdp = self.sharding_request.fsdp and args.world_size > 1
-        only = qlora.language_model_only
-        check_adapter(model, peft_config, quantised=quantised, fsdp=fsdp, language_model_only=only)
+    def _check_peft(self, model, peft_config, args, qlora, in_16_bit: list[str] | None, on_host: list[str]) -> None:
+        check_adapter(
+            model,
+            peft_config,
+            in_16_bit=in_16_bit,
+            on_host=on_host,
+            fsdp=self.sharding_request.fsdp and args.world_size > 1,
+            language_model_only=qlora.language_model_only,
+        )
         self._check_before_loading(model, peft_config)
 
     def _check_before_loading(self, model: torch.nn.Module, peft_config: PeftConfig) -> None:
@@ -186,7 +195,11 @@ class QLoRATrainerMixin(CheckpointMixin):
         if getattr(model, "hf_device_map", None):
             check_device_map(model.hf_device_map, args.device)
         resolved = resolved_adapter(model, qlora, peft_config)
-        self._check_peft(model, resolved, args, qlora, getattr(model, "is_loaded_in_4bit", False))
+        in_16_bit = None
+        if getattr(model, "is_loaded_in_4bit", False):
+            in_16_bit = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and getattr(m, "quant_state", None) is None]
+        on_host = [name for name, module in model.named_modules() if getattr(module, "lives_on_host", False)]
+        self._check_peft(model, resolved, args, qlora, in_16_bit, on_host)
         if getattr(model, "quantization_method", None) is None and not lives_on(model, args.device):
             model.to(args.device)
         return Made(model, resolved)
@@ -197,7 +210,8 @@ class QLoRATrainerMixin(CheckpointMixin):
 
         - `model_init_kwargs` were used already; TRL would warn that they are ignored.
         - TRL casts adapters on a quantised base to bf16, without fp32 masters (it reads `is_loaded_in_4bit`). PEFT must read it: a
-          layer that does not know its weight as packed cannot merge an adapter into it.
+          layer that does not know its weight as packed cannot merge an adapter into it. Of shards, which nobody can merge into, PEFT
+          could not make such a layer.
         - accelerate and transformers must not see FSDP.
         """
         base = made.model.get_base_model() if isinstance(made.model, PeftModel) else made.model
@@ -205,8 +219,10 @@ class QLoRATrainerMixin(CheckpointMixin):
         init_kwargs, args.model_init_kwargs = args.model_init_kwargs, None
         hidden = attributes(base, **dict.fromkeys(flags, False))
 
+        in_shards = any(not isinstance(packed.weight, Params4bit) for packed in packed_weights(base).values())
+
         def get_peft_model(*args, **kwargs):
-            with attributes(base, **flags):
+            with attributes(base, **({} if in_shards else flags)):
                 return peft.get_peft_model(*args, **kwargs)
 
         trl_module = sys.modules[next(c for c in type(self).__mro__ if c.__module__.startswith("trl.")).__module__]
@@ -225,6 +241,7 @@ class QLoRATrainerMixin(CheckpointMixin):
         if made.peft_config is not None:
             set_adapter_dtype(self.model, DTYPES[qlora.adapter_dtype])
         base = self.model.get_base_model()
+        move_in_trained_parts(base, self.args.device)
         if self.args.gradient_checkpointing:
             leave_embeddings_without_gradients(base)
         if qlora.mlp_tile_size:
@@ -243,8 +260,8 @@ class QLoRATrainerMixin(CheckpointMixin):
         # Without checkpointing, replays would keep on the accelerator what is to be moved to host memory.
         offloads = getattr(self.args, "activation_offloading", False) and not self.args.gradient_checkpointing
         keep = getattr(self.args, "keep_activations", False)
-        fused = apply_fused_layers(self.model, self.args.device, replay=not offloads, keep_activations=keep)
-        if keep and replays_of(self.model) is None:
+        fused, trains_recorded = apply_fused_layers(self.model, self.args.device, replay=not offloads, keep_activations=keep)
+        if keep and not trains_recorded:
             logger.warning("`keep_activations=True` has no effect: CUDA graphs of layers keep activations, and there are none here.")
         return f"{fused}; no CUDA graphs: activations go to host memory" if offloads else fused
 
@@ -295,6 +312,10 @@ def leave_embeddings_without_gradients(model: nn.Module) -> None:
     if hasattr(model, "disable_input_require_grads"):
         model.disable_input_require_grads()
         model.enable_input_require_grads = _leave_inputs_alone
+    # A model remembers only the last time that it was asked; PEFT's `prepare_model_for_kbit_training` asks too.
+    hooks = model.get_input_embeddings()._forward_hooks
+    for number in [n for n, hook in hooks.items() if getattr(hook, "__name__", "").startswith("make_inputs_require_grad")]:
+        del hooks[number]
 
 
 def _leave_inputs_alone() -> None:

@@ -6,7 +6,9 @@ import tempfile
 import torch
 import torch.distributed as dist
 from peft import PeftConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .logging import get_logger
 from .sharding_request import ShardingRequest
@@ -101,12 +103,21 @@ def check_optimizer(args) -> None:
         )
 
 
-def check_adapter(model: nn.Module, config: PeftConfig, *, quantised: bool, fsdp: bool, language_model_only: bool) -> None:
+def check_adapter(
+    model: nn.Module,
+    config: PeftConfig,
+    *,
+    in_16_bit: list[str] | None,
+    on_host: list[str],
+    fsdp: bool,
+    language_model_only: bool,
+) -> None:
     """Refuse PEFT configurations that fail later or without a word.
 
     Args:
         model: the base model, possibly on the meta device.
-        quantised: its linear layers are (or will be) in 4 bit.
+        in_16_bit: patterns (of `llm_int8_skip_modules`) of modules that are not in 4 bit; `None` if nothing is.
+        on_host: names of the modules that live in host memory.
         fsdp: it will be sharded over several ranks.
 
     Raises:
@@ -119,7 +130,7 @@ def check_adapter(model: nn.Module, config: PeftConfig, *, quantised: bool, fsdp
         why = "FSDP" if fsdp else "per-layer embeddings, which are looked up by token and not by embedding"
         raise ValueError(f"Prompt learning ({type(config).__name__}) does not work with {why}. Use LoRA.")
     init = getattr(config, "init_lora_weights", True)
-    if quantised and isinstance(init, str) and init.split("_")[0] in ("pissa", "corda", "loftq"):
+    if in_16_bit is not None and isinstance(init, str) and init.split("_")[0] in ("pissa", "corda", "loftq"):
         raise ValueError(
             f"`init_lora_weights={init!r}` takes the base weights apart, which cannot be done to 4-bit ones. Write True, "
             "'gaussian' or 'olora', or set `load_in_4bit=False`."
@@ -129,13 +140,15 @@ def check_adapter(model: nn.Module, config: PeftConfig, *, quantised: bool, fsdp
             "`bias='all'` trains the biases of towers too. Write 'lora_only' or 'none', or set `language_model_only=False`."
         )
     _check_whole_modules(model, config, structure, fsdp)
+    _check_saved_modules(model, config, in_16_bit)
+    _check_side_embeddings(model, config, set(structure.side_embeddings) & set(on_host))
 
 
 def _check_whole_modules(model: nn.Module, config: PeftConfig, structure, fsdp: bool) -> None:
     """`modules_to_save`, trainable tokens and adapters on embeddings, beside tied weights and shards."""
     names = [name for name, _ in model.named_modules()]
     saved = getattr(config, "modules_to_save", None) or []
-    unknown = [m for m in saved if not any(name == m or name.endswith(f".{m}") for name in names)]
+    unknown = [m for m in saved if not any(name.endswith(m) for name in names)]  # as PEFT matches them
     if unknown:
         raise ValueError(f"`modules_to_save` names {', '.join(map(repr, unknown))}, which {type(model).__name__} does not contain.")
     head = model.get_submodule(structure.output_head) if structure.output_head else None
@@ -156,3 +169,37 @@ def _check_whole_modules(model: nn.Module, config: PeftConfig, structure, fsdp: 
             f"{', '.join(map(str, on_embeddings)) or 'trainable_token_indices'}: training the embedding or the head does not "
             "work with FSDP. Launch without it (every rank then holds the 4-bit base), or leave them out."
         )
+
+
+def _check_saved_modules(model: nn.Module, config: PeftConfig, in_16_bit: list[str] | None) -> None:
+    """`modules_to_save` copies modules and trains the copies, which 4-bit weights cannot be."""
+    saved = getattr(config, "modules_to_save", None) or []
+    if not saved or in_16_bit is None:
+        return
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and should_convert_module(name, in_16_bit)]
+    for given in saved:
+        inside = [name for name in linear if any(parent.endswith(given) for parent in _parents(name))]
+        if inside:
+            leaf = given.rpartition(".")[2]  # a name that towers have too was written out
+            raise ValueError(
+                f"`modules_to_save` names {leaf!r}, and {inside[0]!r} in it has 4-bit weights, which cannot be trained. Give it an "
+                "adapter instead (`target_modules`), or leave it in 16 bit: "
+                f"`BitsAndBytesConfig(load_in_4bit=True, …, llm_int8_skip_modules=[{leaf!r}])`."
+            )
+
+
+def _check_side_embeddings(model: nn.Module, config: PeftConfig, on_host: set[str]) -> None:
+    saved = getattr(config, "modules_to_save", None) or []
+    has_targets = bool(getattr(config, "target_modules", None))
+    for name in sorted(on_host):
+        if any(name.endswith(given) for given in saved) or has_targets and check_target_module_exists(config, name):
+            raise ValueError(
+                f"{name!r} is to train, and lives in host memory, from where a batch gets the rows that it needs. Write "
+                "`per_layer_embedding_device='accelerator'`, or leave it out."
+            )
+
+
+def _parents(name: str) -> list[str]:
+    """`name` and all that it lies in."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]

@@ -189,7 +189,7 @@ def check_training_arguments(args) -> None:
             "`gradient_checkpointing_kwargs={'use_reentrant': True}` loses gradients in models whose layers share keys "
             "and values, such as Gemma 4. Leave it out, or write {'use_reentrant': False}."
         )
-    if kwargs.get("offload") and getattr(args, "fused", False):
+    if kwargs.get("offload") and getattr(args, "fused", True):  # of a plain TRL config too
         raise ValueError(
             "`gradient_checkpointing_kwargs={'offload': True}` reaches no layer that replays a CUDA graph (`fused=True`). Write "
             "`activation_offloading=True` instead, which SFT has and which copies while the accelerator computes, or `fused=False`."

@@ -61,6 +61,7 @@ class QLoRAGRPOTrainer(QLoRATrainerMixin, GRPOTrainer):
         rollout_func=None,
         environment_factory=None,
     ):
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = QLoRAGRPOConfig(f"{name.split('/')[-1]}-GRPO")

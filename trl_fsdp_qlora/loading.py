@@ -56,6 +56,12 @@ def inspect_checkpoint(name: str, *, revision: str | None = None, trust_remote_c
     try:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        if os.path.isfile(os.path.join(name, "adapter_config.json")):
+            raise ValueError(
+                f"{name!r} is an adapter, not a model. To go on training it, write its base model in its place, and pass the "
+                "`PeftModel` of `PeftModel.from_pretrained(base, folder, is_trainable=True)`; to train upon it, merge it first "
+                "(`export`)."
+            ) from None
         what = "folder has no usable config.json" if os.path.isdir(name) else "is neither a folder nor a known model"
         raise ValueError(
             f"Model {name!r} {what}. Write the path of a folder with config.json and safetensors files, or a model id "
@@ -153,7 +159,7 @@ def load_model(
             **({"attn_implementation": attention} if attention is not None else {}),
             **from_pretrained_kwargs,
         )
-    _check_complete(checkpoint, report)
+    _check_complete(checkpoint, report, model)
     if quantization_config is not None:
         model.config.quantization_config.llm_int8_enable_fp32_cpu_offload = False
     attach_host_modules(model, host_modules, device)
@@ -161,9 +167,13 @@ def load_model(
     return model
 
 
-def _check_complete(checkpoint: Checkpoint, report: dict) -> None:
+def _check_complete(checkpoint: Checkpoint, report: dict, model: nn.Module) -> None:
     """Raise `ValueError` for weights that are missing or of another shape: they would be random, and train all the same."""
     mismatched = [f"{name}: {tuple(found)} in the file, {tuple(wanted)} in the model" for name, found, wanted in report["mismatched_keys"]]
+    for name, module in model.named_modules():  # packed ones are a row of bytes, whose length says little
+        state, wanted = getattr(module, "quant_state", None), (getattr(module, "out_features", 0), getattr(module, "in_features", 0))
+        if state is not None and tuple(state.shape) != wanted:
+            mismatched.append(f"{name}.weight: {tuple(state.shape)} in the file, {wanted} in the model")
     missing = [name for name in report["missing_keys"] if checkpoint.structure.in_language_model(name)]
     problems = [*mismatched, *(f"{name}: missing" for name in sorted(missing))]
     if problems:
@@ -198,12 +208,17 @@ def quantization_from(
 
 def _with_skipped_modules(quantization_config: BitsAndBytesConfig, structure: ModelStructure) -> BitsAndBytesConfig:
     quantization_config = copy.deepcopy(quantization_config)
+    quantization_config.llm_int8_skip_modules = skipped_modules(structure, quantization_config)
+    return quantization_config
+
+
+def skipped_modules(structure: ModelStructure, quantization_config) -> list[str]:
+    """Names of the modules that `load_model` leaves in 16 bit; the rules of `llm_int8_skip_modules` say what they match."""
     # Given names add to these: without them, the head itself would be packed, and the loss reads its weight as it is.
     skip = [structure.input_embedding, *structure.side_embeddings, *structure.towers, *structure.routers]
     skip += [structure.output_head] if structure.output_head else []
-    skip += getattr(quantization_config, "llm_int8_skip_modules", None) or []
-    quantization_config.llm_int8_skip_modules = skip
-    return quantization_config
+    given = quantization_config if isinstance(quantization_config, dict) else vars(quantization_config or object)
+    return skip + (given.get("llm_int8_skip_modules") or [])
 
 
 def _default_device() -> torch.device:

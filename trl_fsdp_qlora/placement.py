@@ -140,6 +140,13 @@ def _move_in_on_demand(name: str, tower: nn.Module, device: torch.device) -> Non
     tower.register_forward_pre_hook(move_in, prepend=True)
 
 
+def move_in_trained_parts(model: nn.Module, device: torch.device) -> None:
+    """What trains of the parts in host memory goes to `device` now, so that an optimizer's state that is read is there too."""
+    for parameter in host_parameters(model):
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(device)
+
+
 def host_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of the modules that `attach_host_modules` took charge of."""
     return {

@@ -56,6 +56,7 @@ class QLoRASFTTrainer(QLoRATrainerMixin, SFTTrainer):
         peft_config=None,
         formatting_func=None,
     ):
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = QLoRASFTConfig(f"{name.split('/')[-1]}-SFT")

@@ -134,10 +134,12 @@ def _nothing_matched(target_modules, exclude_modules, linear: list[str]) -> str:
     leaves = sorted({name.rpartition(".")[2] for name in linear})
     asked = [target_modules] if isinstance(target_modules, str) else sorted(target_modules)
     nearest = sorted({near for name in asked for near in difflib.get_close_matches(name, leaves, n=3, cutoff=0.4)})
+    plain = isinstance(target_modules, str) and re.fullmatch(r"[\w.]+", target_modules) is not None
+    hint = f" A string is a regular expression for whole names: write [{target_modules!r}] to match their ends." if plain else ""
     return (
         f"No module to adapt: `target_modules={target_modules!r}` with `exclude_modules={exclude_modules or None!r}` "
         f"matches none of the {len(linear)} linear layers of the language model. "
-        f"Nearest names: {', '.join(nearest or leaves[:12]) or 'none'}. Write 'all-linear' for all of them."
+        f"Nearest names: {', '.join(nearest or leaves[:12]) or 'none'}. Write 'all-linear' for all of them.{hint}"
     )
 
 
@@ -171,6 +173,8 @@ def resolve_peft_config(model: nn.Module, config: PeftConfig, *, language_model_
     if not hasattr(config, "target_modules"):
         return config
     config = copy.deepcopy(config)
+    if language_model_only and getattr(config, "modules_to_save", None):
+        config.modules_to_save = _saved_outside_towers(model, config.modules_to_save)
     if not config.target_modules and getattr(config, "target_parameters", None):
         return config
     targets = config.target_modules if config.target_modules is not None else "all-linear"
@@ -188,3 +192,18 @@ def resolve_peft_config(model: nn.Module, config: PeftConfig, *, language_model_
         config.layers_to_transform = config.layers_pattern = None
     logger.info("Adapters on %d modules: %s", len(chosen), config.target_modules)
     return config
+
+
+def _saved_outside_towers(model: nn.Module, saved: list[str]) -> list[str]:
+    """`modules_to_save`, where a name that towers have too stands for the modules that are not in them."""
+    structure, kept = find_structure(model), []
+    for given in saved:
+        names = [name for name, _ in model.named_modules() if name.endswith(given)]  # as PEFT matches them
+        outside = [name for name in names if not structure.in_tower(name)]
+        if names and not outside:
+            raise ValueError(
+                f"`modules_to_save` names {given!r}, which is in towers and connectors alone, such as {names[0]!r}. Leave it out, or "
+                "write `language_model_only=False`."
+            )
+        kept += [given] if outside == names else outside
+    return list(dict.fromkeys(kept))

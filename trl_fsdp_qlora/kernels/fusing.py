@@ -24,8 +24,8 @@ REPLAYS = "_qlora_replays"
 
 def apply_fused_layers(
     model: nn.Module, device: torch.device, *, attention: bool = True, replay: bool = True, keep_activations: bool = False
-) -> str:
-    """Fuse what can be fused and return one line that says what is active, what is not, and why.
+) -> tuple[str, bool]:
+    """Fuse what can be fused; return one line that says what is active, what is not, and why, and whether training replays graphs.
 
     With `keep_activations`, replayed layers keep what their backward pass needs while there is memory for it.
 
@@ -33,21 +33,30 @@ def apply_fused_layers(
     models the LoRA layers alone are fused. On the CPU nothing changes.
     """
     if (missing := what_is_missing(device)) is not None:
-        return f"fused operations: none ({missing})"
+        return f"fused operations: none ({missing})", False
+    from . import gemma4
+
     layers, unfused = _decoder_layers(model)
     if layers:
         active = [f"{len(layers)} decoder layers"]
         active += _use_own_attention(layers[0].config) if attention else []
-        if replay:
+        if replay and (reason := gemma4.why_not_recorded(layers[0])) is not None:
+            active.append(f"no CUDA graphs of layers ({reason})")
+            replay = False
+        elif replay:
             _replay(model, layers, device, keep_activations)
-            extent = ", which keep activations where there is memory" if keep_activations else ""
+            if any(gemma4.why_not_in_training(layer) is None for layer in layers):
+                extent = ", which keep activations where there is memory" if keep_activations else ""
+            else:
+                extent, replay = f", not in training ({gemma4.why_not_in_training(layers[0])})", False
             active.append(f"CUDA graphs of layers, for shapes that come again{extent}")
     else:
+        replay = False
         count, others = _fuse_linears(model)
         active = [f"{count} LoRA layers"] if count else []
         unfused = others + Counter({f"{reason} (decoder layers)": n for reason, n in unfused.items() if reason not in others})
     notes = "".join(f"; {n} not: {reason}" for reason, n in unfused.items())
-    return f"fused operations: {', '.join(active) or 'none'}{notes}"
+    return f"fused operations: {', '.join(active) or 'none'}{notes}", replay
 
 
 def what_is_missing(device: torch.device) -> str | None:

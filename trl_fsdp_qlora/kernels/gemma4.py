@@ -26,6 +26,7 @@ from .rms_norm import add_rms_norm, rms_norm, rms_norm_and_residual
 logger = get_logger(__name__)
 
 ACTIVATION = "gelu_pytorch_tanh"
+RECORDED_ATTENTION = (attention_interface.NAME, "sdpa")
 CACHES = ("cache", "past_key_values")
 # transformers 5.17 checkpoints a layer around its `__call__`, 5.24 around its `forward`.
 CHECKPOINTS_CALL = "__call__" in vars(GradientCheckpointingLayer)
@@ -40,6 +41,19 @@ def why_not(layer: Gemma4TextDecoderLayer) -> str | None:
     if any(p.requires_grad for norm in _norms(layer) for p in norm.parameters()):
         return "norms that train"
     return next((reason for linear in _linears(layer) if (reason := unknown_kind(linear))), None)
+
+
+def why_not_recorded(layer: Gemma4TextDecoderLayer) -> str | None:
+    """Why no pass through `layer` replays a recording, or None."""
+    attention = layer.config._attn_implementation
+    return None if attention in RECORDED_ATTENTION else f"attention {attention}"
+
+
+def why_not_in_training(layer: Gemma4TextDecoderLayer) -> str | None:
+    """Why `layer` replays none in training, or None."""
+    if layer.self_attn.attention_dropout:
+        return "dropout in attention"
+    return "dropout before adapters" if any(isinstance(m, nn.Dropout) and m.p for m in layer.modules()) else None
 
 
 def fuse(layer: Gemma4TextDecoderLayer) -> None:
@@ -184,7 +198,7 @@ def _replayed_forward(
     plain = (
         hidden_states.device.type == layer.replay.replays.device.type
         and not any(isinstance(v, torch.Tensor) or k in CACHES for k, v in kwargs.items() if k != "position_ids" and v is not None)
-        and attention.config._attn_implementation in (attention_interface.NAME, "sdpa")
+        and attention.config._attn_implementation in RECORDED_ATTENTION
         and not (layer.training and attention.attention_dropout)
         and not torch.is_inference_mode_enabled()
         and not layer.stays_unfused
