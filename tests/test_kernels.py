@@ -619,6 +619,25 @@ def test_evaluation_generation_and_disabled_adapters(checkpoint, tmp_path):
     assert sum(len(kinds) for kinds in replays.recordings.values()) > 12  # with and without gradients, with and without adapters
 
 
+def test_what_an_earlier_recording_may_have_written_over_is_computed_again(checkpoint, tmp_path):
+    _, replays = train(checkpoint, tmp_path, "kept", max_steps=4)
+    kept = [r for kinds in replays.recordings.values() for r in kinds.values() if r.keep]
+    first, second = kept[:2]
+    assert first.number < second.number and all(r.forwards < 6 for r in kept)  # in their order, none runs twice
+
+    def runs_again(forwards, backward):
+        for each in forwards:
+            each.forward()
+        before = backward.forwards
+        backward.backward([torch.ones_like(t) for t in backward.d_outputs], before)
+        return backward.forwards > before
+
+    assert not runs_again([first, second], second) and not runs_again([], first)
+    assert not runs_again([first, second], first)
+    assert runs_again([second, first], second)
+    assert not runs_again([], second)
+
+
 LANGUAGE = r".*language_model\.layers\.\d+\.\w+\."
 
 

@@ -30,6 +30,25 @@ class GraphMemory:
         # Of the pools: what they took from the card, and what of it stays allocated between replays.
         self._pool_bytes = self._live_bytes = 0
         self._step_bytes: dict[tuple, int] = {}
+        self._uses: list[int] = []  # when each recording that keeps something was last replayed, in the order in which they were made
+        self._now = 0
+
+    def new_number(self) -> int:
+        """Of a recording that keeps something."""
+        self._uses.append(0)
+        return len(self._uses) - 1
+
+    def note_use(self, number: int) -> None:
+        self._now += 1
+        self._uses[number] = self._now
+
+    def written_over(self, number: int) -> bool:
+        """Whether another recording may have written over what the one of that `number` kept when it was last replayed.
+
+        A recording may keep something where an earlier one had what it needs only while it runs, never where a later one has. Layers are
+        recorded in the order in which they run, so this takes passes that a user runs in another one, as with two adapters in turns.
+        """
+        return max(self._uses[:number], default=0) > self._uses[number]
 
     def _fixed_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self._buffers.values(), *self._arenas))

@@ -61,6 +61,7 @@ class Recording:
         self.replays, self.wants, self.keep, self.released = replays, wants, keep, False
         self.forward_graph = self.backward_graph = self.kept = None
         self.forwards = 0  # counts what has been written to the memory that is kept
+        self.number = replays.new_number() if keep else None
         self.inputs = {name: None if t is None else replays.buffer_like(name, t) for name, t in inputs.items()}
         places = layer.kind.packed + layer.kind.other + adapter_places
         originals = [owner[key].detach().as_subclass(torch.Tensor) for owner, key in places]
@@ -147,15 +148,21 @@ class Recording:
                 torch._foreach_copy_(targets, [sources[i] for i in group])
 
     def forward(self) -> list[torch.Tensor]:
-        self.forward_graph.replay()
-        self.forwards += 1
+        self._replay_forward()
         return [t.clone() for t in self.outputs]
 
+    def _replay_forward(self) -> None:
+        self.forward_graph.replay()
+        self.forwards += 1
+        if self.keep:
+            self.replays.note_use(self.number)
+
     def backward(self, d_outputs, of_forward: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        if self.keep and of_forward != self.forwards:
-            self.forward_graph.replay()
-            self.forwards += 1
+        if self.keep and (of_forward != self.forwards or self.replays.written_over(self.number)):
+            self._replay_forward()
         for target, source in zip(self.d_outputs, d_outputs, strict=True):
             target.copy_(source)
         self.backward_graph.replay()
+        if self.keep:
+            self.replays.note_use(self.number)
         return {name: t.clone() for name, t in self.d_inputs.items()}, self.flat.clone()

@@ -8,8 +8,9 @@ a whole model.
 
 With gradient checkpointing, the backward recording computes the layer again from its inputs, and nothing but those is kept
 between the two. Without it, each layer has recordings of its own, for one shape of batch: what the backward pass needs stays in
-their memory. Should a second forward pass have written over it, the backward pass runs the forward recording again. With
-`keep_activations`, layers have recordings of the second sort as long as there is memory for them, and then of the first.
+their memory. Should a second forward pass, or another layer's, have written over it, the backward pass runs the forward recording
+again. With `keep_activations`, layers have recordings of the second sort as long as there is memory for them, and then of the
+first.
 
 The first replay of each layer is compared with the layer's own operations, forward and backward. If they differ, replaying
 stops with a warning, and training goes on without it. So it does when recordings would not leave a whole step the memory it took
