@@ -76,13 +76,13 @@ def main() -> None:
     recipe, args = TrlParser((RecipeArguments, SFTConfig)).parse_args_and_config()
     train, held_out = load_rows(recipe)
     trainer = QLoRASFTTrainer(recipe.model_name_or_path, args, train_dataset=train, eval_dataset=held_out)
-    if held_out is not None:
-        print("held out, before:", trainer.evaluate()["eval_loss"])
+    before = trainer.evaluate()["eval_loss"] if held_out is not None else None
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    if held_out is not None:
-        print("held out, after:", trainer.evaluate()["eval_loss"])
+    after = trainer.evaluate()["eval_loss"] if held_out is not None else None
     trainer.save_model()
     if args.process_index == 0:
+        if held_out is not None:
+            print(f"held-out loss: {before:.4f} before, {after:.4f} after")
         print("adapter in", os.path.abspath(args.output_dir))
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=recipe.dataset_name)

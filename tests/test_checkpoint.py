@@ -1,6 +1,7 @@
 """Checkpoints on one rank: resumed runs go on bit for bit, nothing half-written is read, nothing foreign is taken, nothing is executed."""
 
 import json
+import logging
 import os
 import pickle
 import re
@@ -397,7 +398,7 @@ def test_no_checkpoint_to_resume_is_said(base, tmp_path):
     trainer = make(base, tmp_path)
     with pytest.raises(ValueError, match="has no folder checkpoint-N"):
         trainer.train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is no folder .*Write True for the newest checkpoint"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
 
 
@@ -412,6 +413,16 @@ def test_an_adapter_of_other_tools_is_a_starting_point(base, tmp_path, straight)
     assert trainer.state.global_step == 1
     trainer.save_model(str(tmp_path / "again"))
     assert same_tensors(tmp_path / "again" / ADAPTER, stock / ADAPTER)
+
+
+def test_an_adapter_of_another_base_is_said(base, tmp_path, straight, model_cache, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("trl_fsdp_qlora"), "propagate", True)
+    stock, other = tmp_path / "stock", small_gemma4(model_cache / "wider", hidden_size=128)
+    model = PeftModel.from_pretrained(load_model(base, dtype=torch.float32), straight[0] / "checkpoint-4")
+    model.save_pretrained(stock)
+    with pytest.raises(ValueError, match="with shape .*It is for another base model"):
+        make(other, tmp_path / "out").train(resume_from_checkpoint=str(stock))
+    assert f"has an adapter for the base model {base!r}, here {str(other)!r}" in caplog.text
 
 
 def test_a_final_model_is_a_starting_point(base, tmp_path):

@@ -57,6 +57,11 @@ def base_differences(saved: dict, here: dict) -> list[str]:
     return [f"base model {saved['name']!r}, here {here['name']!r}{marks}"]
 
 
+def base_of_adapter(folder: str, here: dict) -> list[str]:
+    """How the model that PEFT noted with the adapter in `folder` differs from a result of `describe_base`, as far as names can tell."""
+    return base_differences({"name": read_json(os.path.join(folder, "adapter_config.json")).get("base_model_name_or_path")}, here)
+
+
 def quantization_differences(saved: dict | None, here: dict | None) -> list[str]:
     if saved is None or here is None:
         words = {True: "not quantised", False: "quantised"}

@@ -38,10 +38,17 @@ class ResumeMixin:
             return None
         folder = self._newest_checkpoint() if start in (True, "True", "true") else os.fspath(start)
         if not os.path.isdir(folder):
-            raise ValueError(f"`resume_from_checkpoint={folder!r}` is no folder that rank {self.ranks.rank} can see.")
+            raise ValueError(
+                f"`resume_from_checkpoint={folder!r}` is no folder that rank {self.ranks.rank} can see. "
+                "Write True for the newest checkpoint in `output_dir`, or the path of a checkpoint or of an adapter."
+            )
         record = provenance.read_record(folder)
         whole = record is not None and os.path.isfile(os.path.join(folder, STATE_FILE))
         self._refuse_differences(folder, record, position=whole and not self.args.ignore_data_skip)
+        if record is None:
+            for own in training_state.adapter_folders(self.model, folder).values():
+                for difference in differences.base_of_adapter(own, self._base):
+                    logger.warning("%s has an adapter for the %s. If they are not the same weights, it does not fit.", own, difference)
         if whole:
             return folder
         self._load_from_checkpoint(folder)

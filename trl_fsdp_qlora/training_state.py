@@ -111,10 +111,13 @@ def _check_entries(path: str, file, entries: dict[str, nn.Parameter]) -> None:
     for key, parameter in entries.items():
         shape = tuple(file.get_slice(key).get_shape())
         if shape != tuple(parameter.shape):
-            raise ValueError(
-                f"{path} holds {key!r} with shape {shape}, and this run has {tuple(parameter.shape)}. Write the `lora_r` of "
-                "the checkpoint's adapter_config.json, or start a new adapter."
-            )
+            wanted = tuple(parameter.shape)
+            low_rank = ".lora_A." in key or ".lora_B." in key
+            features = 1 if ".lora_A." in key else 0
+            same_layer = low_rank and len(shape) == len(wanted) == 2 and shape[features] == wanted[features]
+            other_rank = "Write the `lora_r` of the checkpoint's adapter_config.json"
+            advice = other_rank if same_layer else "It is for another base model: load that"
+            raise ValueError(f"{path} holds {key!r} with shape {shape}, and this run has {wanted}. {advice}, or start a new adapter.")
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
