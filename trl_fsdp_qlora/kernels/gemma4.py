@@ -75,19 +75,17 @@ def _join(layer) -> None:
         layer.joined_ple_gate = JoinedLayers([layer.per_layer_input_gate])
         layer.joined_ple_out = JoinedLayers([layer.per_layer_projection])
     layer.linears, layer.inner = _linears(layer), _inner_modules(layer)
-    layer.joined_parts, layer.stays_unfused = _parts(layer), False
-
-
-def _parts(layer) -> list[tuple[nn.Module, str, object]]:
-    """What was fused: the linear layers, in what holds them, and how their weights are packed."""
-    held = [(layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], m) for name, m in _named_linears(layer)]
-    bases = [base_of(linear) for linear in layer.linears]
-    return held + [(base, "quant_state", base.quant_state) for base in bases if getattr(base, "quant_state", None) is not None]
+    # What was fused: the linear layers, where they are, and how their weights are packed. Looked at in each call.
+    paths = [(name.rpartition("."), linear) for name, linear in _named_linears(layer)]
+    layer.joined_places = [(layer.get_submodule(parent)._modules, leaf, linear) for (parent, _, leaf), linear in paths]
+    layer.joined_states = [(base, vars(base).get("quant_state")) for base in map(base_of, layer.linears)]
+    layer.stays_unfused = False
 
 
 def _keep_up(layer) -> None:
     """Fuse anew what is another layer by now: adapters may have been put on it, merged into it or taken off since."""
-    if layer.stays_unfused or all(getattr(owner, name) is part for owner, name, part in layer.joined_parts):
+    same = all(owner[leaf] is linear for owner, leaf, linear in layer.joined_places)
+    if layer.stays_unfused or same and all(vars(base).get("quant_state") is state for base, state in layer.joined_states):
         return
     reason = why_not(layer)
     if reason is not None:
