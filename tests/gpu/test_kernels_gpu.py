@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from tests.tiny import logged, sft_config, token_rows
 from trl_fsdp_qlora.demo.models import tiny_gemma4
@@ -172,3 +173,42 @@ def test_generation_and_disabled_adapters_after_training(checkpoint, tmp_path):
             logits += [trainer.model(input_ids=rows).logits.float() for _ in range(3)]
     for other in logits[1:]:
         assert (other - logits[0]).norm() / logits[0].norm() < 2e-2
+
+
+@pytest.mark.parametrize("change", ["merge_and_unload", "unload", "add_adapter"])
+def test_adapters_that_change_after_recording_count(checkpoint, tmp_path, change):
+    ids, logits = torch.randint(8, 300, (2, 32), device="cuda"), []
+    for fused in (True, False):
+        model = train(checkpoint, tmp_path, fused, learning_rate=0.0, tower_device="accelerator").model.eval()
+        torch.manual_seed(4)
+        if change == "add_adapter":
+            targets = r".*language_model\.layers\.\d+\.\w+\.(k_proj|down_proj)"
+            model.add_adapter("other", LoraConfig(target_modules=targets, init_lora_weights=False))
+            model.set_adapter("other")
+        else:
+            for name, parameter in model.named_parameters():
+                if ".lora_B." in name:
+                    torch.nn.init.normal_(parameter, std=0.1)
+            model = getattr(model, change)()
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            logits += [model(input_ids=ids).logits.float() for _ in range(3)]
+    for other in logits[1:]:
+        assert (other - logits[0]).norm() / logits[0].norm() < 2e-2
+
+
+def test_kept_activations_survive_layers_out_of_order(checkpoint, tmp_path):
+    """A backward pass after an earlier recording ran again: computed anew, bit for bit."""
+    trainer = train(checkpoint, tmp_path, True, keep_activations=True, change=lambda trainer: None)
+    replays = next(m.replay.replays for m in trainer.model.modules() if hasattr(m, "replay"))
+    kept = sorted((r for kinds in replays.recordings.values() for r in kinds.values() if r.keep), key=lambda r: r.number)
+    assert len(kept) >= 2
+    for earlier, later in zip(kept, kept[1:], strict=False):
+        gradients = []
+        for disturb in (False, True):
+            later.forward()
+            of_forward = later.forwards
+            if disturb:
+                earlier.forward()
+            d_inputs, flat = later.backward([torch.ones_like(t) for t in later.d_outputs], of_forward)
+            gradients.append([*d_inputs.values(), flat])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -67,6 +67,20 @@ def test_activation_offloading(checkpoint, tmp_path, offload):
         assert loss == pytest.approx(other_loss, rel=1e-6) and norm == pytest.approx(other_norm, rel=1e-4)
 
 
+def test_resuming_with_adapters_on_towers_in_host_memory(checkpoint, tmp_path):
+    fields = {"language_model_only": False, "tower_device": "cpu", "save_strategy": "steps", "save_steps": 2}
+    whole = train(checkpoint, tmp_path / "whole", **fields)
+    config = sft_config(tmp_path / "resumed", use_cpu=False, bf16=False, max_steps=4, **fields)
+    resumed = QLoRASFTTrainer(checkpoint, config, train_dataset=token_rows(16, (24, 9, 17, 30)))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    tower = resumed.model.get_base_model().model.vision_tower
+    assert {(p.requires_grad, p.device.type) for p in tower.parameters()} == {(True, "cuda"), (False, "cpu")}
+    state = resumed._bare_optimizer().state
+    assert {s["exp_avg"].device.type for s in state.values()} == {"cuda"}
+    for step, other in zip(logged(resumed)[-2:], logged(whole)[-2:], strict=True):
+        assert step == pytest.approx(other, rel=1e-4)
+
+
 def test_image_batch_moves_the_tower_in(checkpoint, tmp_path):
     trainer = train(checkpoint, tmp_path, tower_device="cpu", max_steps=1)
     model = trainer.model
