@@ -399,3 +399,23 @@ def test_the_routers_auxiliary_loss_is_trls(tmp_path):
     )
     assert logs(theirs)[0] == pytest.approx(plain[0], rel=1e-5)
     assert all(aux > 0 for _, aux in packed) and packed[0][1] == pytest.approx(plain[0][1], rel=0.1)
+
+
+def test_merging_into_layers_beside_packed_experts(checkpoint, tmp_path):
+    trainer = QLoRASFTTrainer(checkpoint, sft_config(tmp_path, bf16=False), train_dataset=token_rows(8))
+    for name, parameter in trainer.model.named_parameters():
+        if ".lora_B." in name:
+            nn.init.normal_(parameter, std=0.02)
+    with torch.no_grad():
+        before = trainer.model.eval()(input_ids=IDS).logits
+        with trainer.model.disable_adapter():
+            bare = trainer.model(input_ids=IDS).logits
+        merged = trainer.model.merge_and_unload()(input_ids=IDS).logits
+    assert (merged - before).norm() < (bare - before).norm()
+
+
+@pytest.mark.parametrize("given", ["experts", "mlp"])
+def test_packed_experts_cannot_be_trained_whole(glm, tmp_path, given):
+    lora = LoraConfig(target_modules=["o_proj"], modules_to_save=[given])
+    with pytest.raises(ValueError, match="in it has quantised weights"):
+        QLoRASFTTrainer(glm, sft_config(tmp_path), train_dataset=token_rows(8), peft_config=lora)

@@ -8,16 +8,17 @@ import pytest
 import torch
 from peft import AdaLoraConfig, LoraConfig, PeftModel
 from torch import nn
-from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from tests.fused_on_cpu import OnCpu, fused_on_cpu
 from tests.tiny import logged, sft_config, token_rows
 from trl_fsdp_qlora import QLoRASFTTrainer
-from trl_fsdp_qlora.demo.models import tiny_gemma4
-from trl_fsdp_qlora.kernels import attention, fusing, gemma4, graph_pool, joined_layers, qlora_linear, recording, replay, walks
+from trl_fsdp_qlora.demo.models import tiny_gemma4, tiny_tokenizer
+from trl_fsdp_qlora.kernels import attention, fusing, graph_pool, joined_layers, qlora_linear, recording, replay, walks
 from trl_fsdp_qlora.kernels.fusing import replays_of
 from trl_fsdp_qlora.kernels.gated_gelu import gated_gelu_reference
 from trl_fsdp_qlora.kernels.qlora_linear import LinearGroup, QLoRAGatedLinear, QLoRALinear, Slot, qlora_linear_reference
+from trl_fsdp_qlora.logging import warn_once
 
 CPU = torch.device("cpu")
 
@@ -26,6 +27,16 @@ CPU = torch.device("cpu")
 def checkpoint(model_cache):
     # Enough layers that two share a recording.
     return tiny_gemma4(str(model_cache / "gemma4-8"), num_hidden_layers=8)
+
+
+@pytest.fixture(scope="module")
+def llama(model_cache):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = model_cache / "llama"
+    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, initializer_range=0.1)).save_pretrained(folder)
+    tiny_tokenizer(512).save_pretrained(folder)
+    return str(folder)
 
 
 # --- one QLoRA linear ---
@@ -578,7 +589,7 @@ def test_dora_layers_stay_as_they_are(checkpoint, tmp_path):
 
 @pytest.mark.parametrize(("attention", "rtol"), [("eager", 1e-6), ("sdpa", 1e-2)])  # the own attention rounds elsewhere
 def test_a_stream_that_is_wider_than_autocast_takes_its_own_operations(checkpoint, tmp_path, caplog, attention, rtol):
-    gemma4._say_once.cache_clear()
+    warn_once.cache_clear()
     found = []
     for fused in (False, True):
         args = sft_config(tmp_path, bf16=True, max_steps=3, model_init_kwargs={"dtype": "float32", "attn_implementation": attention})
@@ -676,17 +687,71 @@ def test_adapters_that_change_after_fusing_count(checkpoint, tmp_path, how, chan
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
-def test_layers_that_cannot_be_fused_any_more_are_said(checkpoint, tmp_path, caplog):
-    gemma4._say_once.cache_clear()
+@pytest.mark.parametrize(
+    ("later", "reason"),
+    [
+        ({"target_modules": LANGUAGE + "k_proj", "use_dora": True}, "an adapter of kind DoraLinearVariant"),
+        ({"target_modules": LANGUAGE + "q_proj", "use_dora": True}, "an adapter of kind DoraLinearVariant"),
+        ({"target_modules": LANGUAGE + "q_proj", "lora_bias": True}, "an adapter with a bias"),
+        ({"target_modules": LANGUAGE + "q_proj", "modules_to_save": ["input_layernorm"]}, "norms that train"),
+    ],
+)
+@pytest.mark.parametrize("other_model", [False, True])
+def test_layers_that_cannot_be_fused_any_more_are_said(checkpoint, llama, tmp_path, caplog, later, reason, other_model):
+    warn_once.cache_clear()
     ids, found = torch.randint(8, 300, (2, 24)), []
-    for how in ("plain", "replayed"):
-        model = untrained(checkpoint, tmp_path, how, lora_target_modules=["q_proj"])
-        model.add_adapter("other", LoraConfig(target_modules=LANGUAGE + "k_proj", use_dora=True, init_lora_weights=False))
+    if other_model:  # whose LoRA layers are fused each alone
+        later = {**later, "target_modules": later["target_modules"].replace(LANGUAGE, r".*layers\.\d+\.\w+\.")}
+    for how in ("plain", "fused", "replayed"):
+        model = untrained(llama if other_model else checkpoint, tmp_path, how, lora_target_modules=["q_proj"])
+        model.add_adapter("other", LoraConfig(**later, init_lora_weights=False))
+        for name, parameter in model.named_parameters():
+            if ".other." in name:
+                nn.init.normal_(parameter, std=0.3)
         model.set_adapter("other")
+        logits = [model(input_ids=ids).logits for _ in range(3)][-1]
+        logits.square().mean().backward()
+        found.append([logits.detach(), *(p.grad for name, p in model.named_parameters() if ".other." in name and p.grad is not None)])
+    for one in found[1:]:
+        assert len(one) == len(found[0]) > 1
+        for got, expected in zip(one, found[0], strict=True):
+            torch.testing.assert_close(got, expected, rtol=2e-3, atol=1e-5)
+    if not (other_model and "norms" in reason or other_model and "k_proj" in later["target_modules"]):  # those stay as they are
+        assert sum("have changed" in m and reason in m for m in caplog.messages) == 1
+
+
+def test_merging_a_copy_leaves_the_original_alone(checkpoint, tmp_path):
+    ids, merged = torch.randint(8, 300, (2, 24)), []
+
+    def hidden(model):  # below what accelerate binds to the model it was given
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        return base.model(input_ids=ids).last_hidden_state
+
+    for how in ("plain", "fused", "replayed"):
+        model = untrained(checkpoint, tmp_path, how, mlp_tile_size=8)
         with torch.no_grad():
-            found.append(model(input_ids=ids).logits)
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
-    assert sum("Decoder layers have changed" in m and "DoraLinearVariant" in m for m in caplog.messages) == 1
+            before = [hidden(model) for _ in range(3)][-1]
+            copied = copy.deepcopy(model).merge_and_unload()
+            torch.testing.assert_close(hidden(model), before, rtol=1e-6, atol=1e-6)
+            merged.append(hidden(copied))
+    for other in merged[1:]:
+        torch.testing.assert_close(other, merged[0], rtol=1e-3, atol=1e-3)
+
+
+def test_a_second_trainer_of_a_model_decides_anew(checkpoint, tmp_path, caplog):
+    trainer, _ = train(checkpoint, tmp_path, "replayed", max_steps=3)
+    base = trainer.model.merge_and_unload()
+    with fused_on_cpu(), caplog.at_level("INFO"):
+        plain = QLoRASFTTrainer(base, sft_config(tmp_path, bf16=False, fused=False), train_dataset=token_rows(8))
+        plain.train()
+        assert "fused operations: turned off" in caplog.messages
+        assert not [m for m in base.modules() if "joined" in vars(m) or hasattr(m, "replay")]
+        assert base.config.get_text_config()._attn_implementation == "sdpa"
+        base = plain.model.unload()
+        again = QLoRASFTTrainer(base, sft_config(tmp_path, bf16=False), train_dataset=token_rows(8))
+        again.train()
+    assert replays_of(again.model).recordings and "8 decoder layers" in [m for m in caplog.messages if m.startswith("fused operations")][-1]
+    agree(logged(again), logged(plain))
 
 
 def test_merging_is_what_peft_does_to_a_model_of_its_own(checkpoint, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, PeftModel, PromptTuningConfig, TrainableTokensConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
@@ -80,6 +80,13 @@ def test_modules_that_are_trained_whole(checkpoint, tmp_path):
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert not any(torch.equal(before[name], p) for name, p in adapters(trainer).items() if "lora_A" not in name)
     assert len(saved) == len(before)
+
+
+def test_pissa_on_layers_in_16_bit(checkpoint, tmp_path):
+    config = nf4()
+    config.llm_int8_skip_modules = ["q_proj"]
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa_niter_4")
+    trainer_for(checkpoint, tmp_path, trainer_args={"peft_config": lora, "quantization_config": config}, max_steps=1).train()
 
 
 def test_gradients_asked_of_embeddings_before_are_not_asked_any_more(checkpoint, tmp_path):
@@ -244,8 +251,10 @@ class TestRefusedBeforeLoading:
             ({}, {"peft_config": LoraConfig(init_lora_weights="pissa")}, "cannot be done to 4-bit"),
             ({}, {"peft_config": LoraConfig(bias="all")}, "biases of towers"),
             ({}, {"peft_config": LoraConfig(modules_to_save=["nonexistent"])}, "does not contain"),
-            ({}, {"peft_config": LoraConfig(modules_to_save=["k_proj"])}, r"k_proj' in it has 4-bit weights.*skip_modules=\['k_proj'\]"),
-            ({}, {"peft_config": LoraConfig(modules_to_save=["mlp"])}, "_proj' in it has 4-bit weights"),
+            ({}, {"peft_config": LoraConfig(modules_to_save=["k_proj"])}, r"k_proj' in it has quantised weights.*modules=\['k_proj'\]"),
+            ({}, {"peft_config": LoraConfig(modules_to_save=["mlp"])}, r"modules=\['down_proj', 'gate_proj', 'up_proj'\]"),
+            ({}, {"peft_config": LoHaConfig(target_modules=["q_proj"])}, "LOHA reads the shape"),
+            ({}, {"peft_config": TrainableTokensConfig(token_indices=[10])}, "tied to the embedding"),
             ({}, {"peft_config": LoraConfig(modules_to_save=["audio_tower"])}, "in towers and connectors alone.*language_model_only=False"),
             (ON_HOST, {"peft_config": LoraConfig(modules_to_save=["embed_tokens_per_layer"])}, "per_layer_embedding_device='accelerator'"),
             ({**ON_HOST, "lora_target_modules": ["embed_tokens_per_layer"]}, {}, "per_layer_embedding_device='accelerator'"),

@@ -1,5 +1,6 @@
 """Tiles change nothing but the memory they need."""
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -23,6 +24,17 @@ def test_outputs_and_gradients():
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
     with torch.no_grad():
         torch.testing.assert_close(plain(input_ids=ids).logits, tiled(input_ids=ids).logits)
+
+
+def test_a_copy_computes_with_its_own_weights():
+    model = tiny_gemma4_model()
+    tile_mlps(model, 8)
+    copied, ids = copy.deepcopy(model), torch.randint(8, 300, (1, 21))
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        for layer in copied.model.language_model.layers:
+            layer.mlp.down_proj.weight.zero_()
+        assert torch.equal(model(input_ids=ids).logits, before) and not torch.equal(copied(input_ids=ids).logits, before)
 
 
 def test_only_one_tile_at_a_time():

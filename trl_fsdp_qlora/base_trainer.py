@@ -3,7 +3,7 @@
 Overridden of `transformers.Trainer`, and why:
 
 - `create_accelerator_and_postprocess`: accelerate must not wrap the model (no FSDP, no DDP): `sharding` does it.
-- `create_optimizer`: an evaluation before training leaves units gathered; the optimizer must get the shards.
+- `create_optimizer`: an evaluation before training leaves units gathered; the optimizer must get the shards, and nothing else.
 - `_move_model_to_device`: the parts of the model are already where they belong.
 - `training_step`, `floating_point_ops`: a loss that is not finite is kept out of the log without waiting for the GPU.
 - what `checkpoint.CheckpointMixin` lists.
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import peft
 import torch
-from bitsandbytes.nn import Params4bit
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -37,16 +36,16 @@ from .checks import (
 )
 from .config import check_training_arguments
 from .expert_adapters import patterns_of_parameters
-from .kernels.fusing import apply_fused_layers
+from .kernels.fusing import apply_fused_layers, take_apart
 from .kernels.walks import shorten_walks
-from .loading import inspect_checkpoint, keep_packed_bytes, load_model, quantization_from, skipped_modules
+from .loading import host_modules, inspect_checkpoint, keep_packed_bytes, load_model, modules_to_quantise, quantization_from
 from .logging import get_logger
-from .packed import packed_weights
-from .placement import choose_host_modules, move_in_trained_parts, placement_table
+from .packed import quantised_modules
+from .placement import move_in_trained_parts, placement_table
 from .precision import DTYPES, check_storage_fits, compute_dtype, storage_dtype
 from .ranks import Ranks
 from .sharding_request import hidden_from_accelerate, read_sharding_request
-from .streaming import ShardOf
+from .streaming import ShardOf, loaded_in_shards
 from .tiled_mlp import tile_mlps
 
 logger = get_logger(__name__)
@@ -107,10 +106,8 @@ class QLoRATrainerMixin(CheckpointMixin):
         resolved = resolved_adapter(checkpoint.skeleton, qlora, peft_config)
         check_dtype(dtype, args)
         placement = {"per_layer_embedding_device": qlora.per_layer_embedding_device, "tower_device": qlora.tower_device}
-        on_host = choose_host_modules(checkpoint.skeleton, checkpoint.structure, device, **placement)
-        quantisation = getattr(checkpoint.config, "quantization_config", None) or quantization_config
-        in_16_bit = None if quantisation is None else skipped_modules(checkpoint.structure, quantisation)
-        self._check_peft(checkpoint.skeleton, resolved, args, qlora, in_16_bit, on_host)
+        on_host = host_modules(checkpoint, device, **placement)
+        self._check_peft(checkpoint.skeleton, resolved, args, qlora, modules_to_quantise(checkpoint, quantization_config), on_host)
         model = load_model(
             checkpoint,
             quantization_config=quantization_config,
@@ -125,11 +122,11 @@ class QLoRATrainerMixin(CheckpointMixin):
         )
         return Made(model, resolved)
 
-    def _check_peft(self, model, peft_config, args, qlora, in_16_bit: list[str] | None, on_host: list[str]) -> None:
+    def _check_peft(self, model, peft_config, args, qlora, quantised: set[str], on_host: list[str]) -> None:
         check_adapter(
             model,
             peft_config,
-            in_16_bit=in_16_bit,
+            quantised=quantised,
             on_host=on_host,
             fsdp=self.sharding_request.fsdp and args.world_size > 1,
             language_model_only=qlora.language_model_only,
@@ -195,11 +192,8 @@ class QLoRATrainerMixin(CheckpointMixin):
         if getattr(model, "hf_device_map", None):
             check_device_map(model.hf_device_map, args.device)
         resolved = resolved_adapter(model, qlora, peft_config)
-        in_16_bit = None
-        if getattr(model, "is_loaded_in_4bit", False):
-            in_16_bit = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and getattr(m, "quant_state", None) is None]
         on_host = [name for name, module in model.named_modules() if getattr(module, "lives_on_host", False)]
-        self._check_peft(model, resolved, args, qlora, in_16_bit, on_host)
+        self._check_peft(model, resolved, args, qlora, quantised_modules(model), on_host)
         if getattr(model, "quantization_method", None) is None and not lives_on(model, args.device):
             model.to(args.device)
         return Made(model, resolved)
@@ -216,22 +210,21 @@ class QLoRATrainerMixin(CheckpointMixin):
         """
         base = made.model.get_base_model() if isinstance(made.model, PeftModel) else made.model
         flags = {f: getattr(base, f) for f in ("is_loaded_in_4bit", "is_loaded_in_8bit") if getattr(base, f, False)}
-        init_kwargs, args.model_init_kwargs = args.model_init_kwargs, None
-        hidden = attributes(base, **dict.fromkeys(flags, False))
+        in_shards = any(loaded_in_shards(module) for module in base.modules())
 
-        in_shards = any(not isinstance(packed.weight, Params4bit) for packed in packed_weights(base).values())
-
-        def get_peft_model(*args, **kwargs):
+        def get_peft_model(model, *options, **named_options):
             with attributes(base, **({} if in_shards else flags)):
-                return peft.get_peft_model(*args, **kwargs)
+                return peft.get_peft_model(model, *options, **named_options)
 
-        trl_module = sys.modules[next(c for c in type(self).__mro__ if c.__module__.startswith("trl.")).__module__]
-        try:
-            with hidden, attributes(trl_module, get_peft_model=get_peft_model):
-                with hidden_from_accelerate(args), patterns_of_parameters(made.peft_config):
-                    yield
-        finally:
-            args.model_init_kwargs = init_kwargs
+        trl_trainer = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("trl."))
+        with (
+            attributes(args, model_init_kwargs=None),
+            attributes(base, **dict.fromkeys(flags, False)),
+            attributes(sys.modules[trl_trainer.__module__], get_peft_model=get_peft_model),
+            hidden_from_accelerate(args),
+            patterns_of_parameters(made.peft_config),
+        ):
+            yield
 
     def finish(self, made: Made) -> None:
         """After TRL's `__init__`: adapter dtype, then the ranks, then say what is where."""
@@ -246,6 +239,7 @@ class QLoRATrainerMixin(CheckpointMixin):
             leave_embeddings_without_gradients(base)
         if qlora.mlp_tile_size:
             tile_mlps(base, qlora.mlp_tile_size)
+        take_apart(self.model)
         # Before the ranks: FSDP wraps the fused layers, hooks and all.
         logger.info(self._fuse() if qlora.fused else "fused operations: turned off")
         if self.args.world_size > 1:
@@ -278,6 +272,8 @@ class QLoRATrainerMixin(CheckpointMixin):
 
     def create_optimizer(self, *args, **kwargs):
         sharding.reshard(self.model)
+        if self.args.world_size > 1:
+            sharding.check_all_trained_are_laid_out(self.model)
         return super().create_optimizer(*args, **kwargs)
 
     def _move_model_to_device(self, model, device):

@@ -6,15 +6,17 @@ import tempfile
 import torch
 import torch.distributed as dist
 from peft import PeftConfig
-from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .logging import get_logger
 from .sharding_request import ShardingRequest
-from .structure import find_structure
+from .structure import find_structure, is_inside
+from .targets import is_target, saved_by
 
 logger = get_logger(__name__)
+
+# Kinds of adapters of PEFT that cannot be put on a row of packed bytes.
+READ_WEIGHTS = ("LOHA", "LOKR", "HRA")
 
 
 def check_output_dir(output_dir: str) -> None:
@@ -107,7 +109,7 @@ def check_adapter(
     model: nn.Module,
     config: PeftConfig,
     *,
-    in_16_bit: list[str] | None,
+    quantised: set[str],
     on_host: list[str],
     fsdp: bool,
     language_model_only: bool,
@@ -116,7 +118,7 @@ def check_adapter(
 
     Args:
         model: the base model, possibly on the meta device.
-        in_16_bit: patterns (of `llm_int8_skip_modules`) of modules that are not in 4 bit; `None` if nothing is.
+        quantised: names of the modules whose weight is (or will be) quantised.
         on_host: names of the modules that live in host memory.
         fsdp: it will be sharded over several ranks.
 
@@ -130,7 +132,10 @@ def check_adapter(
         why = "FSDP" if fsdp else "per-layer embeddings, which are looked up by token and not by embedding"
         raise ValueError(f"Prompt learning ({type(config).__name__}) does not work with {why}. Use LoRA.")
     init = getattr(config, "init_lora_weights", True)
-    if in_16_bit is not None and isinstance(init, str) and init.split("_")[0] in ("pissa", "corda", "loftq"):
+    kind, on_quantised = config.peft_type.value, any(is_target(config, name) for name in quantised)
+    if kind in READ_WEIGHTS and on_quantised:
+        raise ValueError(f"{kind} reads the shape of a weight off the weight, and quantised ones have none. Use LoRA.")
+    if on_quantised and isinstance(init, str) and init.split("_")[0] in ("pissa", "corda", "loftq"):
         raise ValueError(
             f"`init_lora_weights={init!r}` takes the base weights apart, which cannot be done to 4-bit ones. Write True, "
             "'gaussian' or 'olora', or set `load_in_4bit=False`."
@@ -140,22 +145,22 @@ def check_adapter(
             "`bias='all'` trains the biases of towers too. Write 'lora_only' or 'none', or set `language_model_only=False`."
         )
     _check_whole_modules(model, config, structure, fsdp)
-    _check_saved_modules(model, config, in_16_bit)
-    _check_side_embeddings(model, config, set(structure.side_embeddings) & set(on_host))
+    _check_saved_modules(model, config, quantised)
+    _check_side_embeddings(config, set(structure.side_embeddings) & set(on_host))
 
 
 def _check_whole_modules(model: nn.Module, config: PeftConfig, structure, fsdp: bool) -> None:
     """`modules_to_save`, trainable tokens and adapters on embeddings, beside tied weights and shards."""
     names = [name for name, _ in model.named_modules()]
     saved = getattr(config, "modules_to_save", None) or []
-    unknown = [m for m in saved if not any(name.endswith(m) for name in names)]  # as PEFT matches them
+    unknown = [given for given in saved if not saved_by(given, names)]
     if unknown:
         raise ValueError(f"`modules_to_save` names {', '.join(map(repr, unknown))}, which {type(model).__name__} does not contain.")
     head = model.get_submodule(structure.output_head) if structure.output_head else None
     embedding = model.get_submodule(structure.input_embedding)
     tied = model.config.get_text_config().tie_word_embeddings or getattr(head, "weight", None) is embedding.weight
-    tokens = getattr(config, "trainable_token_indices", None)
-    if tokens and tied:
+    tokens = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None)
+    if tokens and tied and not (isinstance(tokens, dict) and all(saved_by(name, structure.side_embeddings) for name in tokens)):
         raise ValueError(
             "`trainable_token_indices` does not work with a head that is tied to the embedding: the loss reads the head's "
             "weight as it is. Train without new tokens (a chat template that adds none), or on an untied model."
@@ -171,35 +176,25 @@ def _check_whole_modules(model: nn.Module, config: PeftConfig, structure, fsdp: 
         )
 
 
-def _check_saved_modules(model: nn.Module, config: PeftConfig, in_16_bit: list[str] | None) -> None:
-    """`modules_to_save` copies modules and trains the copies, which 4-bit weights cannot be."""
-    saved = getattr(config, "modules_to_save", None) or []
-    if not saved or in_16_bit is None:
-        return
-    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and should_convert_module(name, in_16_bit)]
-    for given in saved:
-        inside = [name for name in linear if any(parent.endswith(given) for parent in _parents(name))]
+def _check_saved_modules(model: nn.Module, config: PeftConfig, quantised: set[str]) -> None:
+    """`modules_to_save` copies modules and trains the copies, which packed weights cannot be."""
+    for given in getattr(config, "modules_to_save", None) or []:
+        copied = saved_by(given, [name for name, _ in model.named_modules()])
+        inside = sorted(name for name in quantised if any(is_inside(name, parent) for parent in copied))
         if inside:
-            leaf = given.rpartition(".")[2]  # a name that towers have too was written out
+            leaves = sorted({name.rpartition(".")[2] for name in inside})
             raise ValueError(
-                f"`modules_to_save` names {leaf!r}, and {inside[0]!r} in it has 4-bit weights, which cannot be trained. Give it an "
-                "adapter instead (`target_modules`), or leave it in 16 bit: "
-                f"`BitsAndBytesConfig(load_in_4bit=True, …, llm_int8_skip_modules=[{leaf!r}])`."
+                f"`modules_to_save` names {given!r}, and {inside[0]!r} in it has quantised weights, which cannot be trained. Give it an "
+                f"adapter instead (`target_modules`), or leave it in 16 bit: `llm_int8_skip_modules={leaves!r}` of a `BitsAndBytesConfig`."
             )
 
 
-def _check_side_embeddings(model: nn.Module, config: PeftConfig, on_host: set[str]) -> None:
-    saved = getattr(config, "modules_to_save", None) or []
-    has_targets = bool(getattr(config, "target_modules", None))
+def _check_side_embeddings(config: PeftConfig, on_host: set[str]) -> None:
+    tokens = getattr(config, "trainable_token_indices", None)
+    trained = [*(getattr(config, "modules_to_save", None) or []), *(tokens if isinstance(tokens, dict) else [])]
     for name in sorted(on_host):
-        if any(name.endswith(given) for given in saved) or has_targets and check_target_module_exists(config, name):
+        if any(saved_by(given, [name]) for given in trained) or is_target(config, name):
             raise ValueError(
                 f"{name!r} is to train, and lives in host memory, from where a batch gets the rows that it needs. Write "
                 "`per_layer_embedding_device='accelerator'`, or leave it out."
             )
-
-
-def _parents(name: str) -> list[str]:
-    """`name` and all that it lies in."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]

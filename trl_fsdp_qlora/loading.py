@@ -17,14 +17,16 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .attention import attention_for
 from .expert_adapters import teach_peft
-from .expert_loading import quantising_experts, warn_of_16_bit_experts
+from .expert_loading import packable_stacks, quantising_experts, warn_of_16_bit_experts
 from .logging import get_logger
+from .packed import quant_state_of
 from .placement import attach_host_modules, choose_host_modules
 from .streaming import ShardOf, keeping_own_shards
-from .structure import ModelStructure, find_structure
+from .structure import LINEAR, ModelStructure, find_structure
 
 logger = get_logger(__name__)
 
@@ -118,18 +120,10 @@ def load_model(
     structure = checkpoint.structure
     attention = attention_for(checkpoint.skeleton, attn_implementation)
 
-    prequantized = getattr(checkpoint.config, "quantization_config", None) is not None
-    if prequantized and quantization_config is not None:
+    if is_quantised(checkpoint) and quantization_config is not None:
         logger.warning("%s is already quantised and is loaded as it is.", checkpoint.name)
         quantization_config = None
-    host_modules = choose_host_modules(
-        checkpoint.skeleton,
-        structure,
-        device,
-        per_layer_embedding_device=per_layer_embedding_device,
-        # A quantised tower cannot be left out of the quantiser's device map.
-        tower_device="accelerator" if prequantized else tower_device,
-    )
+    on_host = host_modules(checkpoint, device, per_layer_embedding_device=per_layer_embedding_device, tower_device=tower_device)
     if quantization_config is not None:
         quantization_config = _with_skipped_modules(quantization_config, structure)
         # Lets host parts into the device map beside an accelerator.
@@ -138,9 +132,9 @@ def load_model(
     teach_peft()
     # A rank's CPU has a number; bitsandbytes would take it for an accelerator beside a CPU.
     place = device.type if device.type == "cpu" or device.index is None else f"{device.type}:{device.index}"
-    device_map = {"": place, **dict.fromkeys(host_modules, "cpu")}
+    device_map = {"": place, **dict.fromkeys(on_host, "cpu")}
 
-    shards = keeping_own_shards(shard, structure, host_modules)
+    shards = keeping_own_shards(shard, structure, on_host)
     config = copy.deepcopy(checkpoint.config)
     for part in (config, config.get_text_config()):
         for name in [name for name in from_pretrained_kwargs if hasattr(part, name)]:
@@ -162,18 +156,50 @@ def load_model(
     _check_complete(checkpoint, report, model)
     if quantization_config is not None:
         model.config.quantization_config.llm_int8_enable_fp32_cpu_offload = False
-    attach_host_modules(model, host_modules, device)
+    attach_host_modules(model, on_host, device)
     keep_packed_bytes(model)
     return model
+
+
+def is_quantised(checkpoint: Checkpoint) -> bool:
+    return getattr(checkpoint.config, "quantization_config", None) is not None
+
+
+def host_modules(checkpoint: Checkpoint, device: torch.device, *, per_layer_embedding_device: str, tower_device: str) -> list[str]:
+    """Names of the modules that `load_model` keeps in host memory."""
+    return choose_host_modules(
+        checkpoint.skeleton,
+        checkpoint.structure,
+        device,
+        per_layer_embedding_device=per_layer_embedding_device,
+        # A quantised tower cannot be left out of the quantiser's device map.
+        tower_device="accelerator" if is_quantised(checkpoint) else tower_device,
+    )
+
+
+def modules_to_quantise(checkpoint: Checkpoint, quantization_config: BitsAndBytesConfig | None) -> set[str]:
+    """Names of the modules that own a weight in 4 or 8 bit once `load_model` is done."""
+    if is_quantised(checkpoint):
+        given = checkpoint.config.quantization_config
+        values = given if isinstance(given, dict) else given.to_dict()
+    elif quantization_config is None:
+        return set()
+    else:
+        values = _with_skipped_modules(quantization_config, checkpoint.structure).to_dict()
+    skipped = values.get("llm_int8_skip_modules") or values.get("modules_to_not_convert") or []
+    linear = {name for name, m in checkpoint.skeleton.named_modules() if isinstance(m, LINEAR) and should_convert_module(name, skipped)}
+    stacks = packable_stacks(checkpoint.skeleton, skipped) if values.get("load_in_4bit") else set()
+    return linear | {stack.rpartition(".")[0] for stack in stacks}
 
 
 def _check_complete(checkpoint: Checkpoint, report: dict, model: nn.Module) -> None:
     """Raise `ValueError` for weights that are missing or of another shape: they would be random, and train all the same."""
     mismatched = [f"{name}: {tuple(found)} in the file, {tuple(wanted)} in the model" for name, found, wanted in report["mismatched_keys"]]
-    for name, module in model.named_modules():  # packed ones are a row of bytes, whose length says little
-        state, wanted = getattr(module, "quant_state", None), (getattr(module, "out_features", 0), getattr(module, "in_features", 0))
-        if state is not None and tuple(state.shape) != wanted:
-            mismatched.append(f"{name}.weight: {tuple(state.shape)} in the file, {wanted} in the model")
+    for name, module in model.named_modules():  # packed weights are a row of bytes, whose length says little
+        state = quant_state_of(module) if isinstance(module, nn.Linear) else None
+        if state is not None and tuple(state.shape) != (module.out_features, module.in_features):
+            wanted = f"{(module.out_features, module.in_features)} in the model"
+            mismatched.append(f"{name}.weight: {tuple(state.shape)} in the file, {wanted}")
     missing = [name for name in report["missing_keys"] if checkpoint.structure.in_language_model(name)]
     problems = [*mismatched, *(f"{name}: missing" for name in sorted(missing))]
     if problems:
@@ -208,17 +234,12 @@ def quantization_from(
 
 def _with_skipped_modules(quantization_config: BitsAndBytesConfig, structure: ModelStructure) -> BitsAndBytesConfig:
     quantization_config = copy.deepcopy(quantization_config)
-    quantization_config.llm_int8_skip_modules = skipped_modules(structure, quantization_config)
-    return quantization_config
-
-
-def skipped_modules(structure: ModelStructure, quantization_config) -> list[str]:
-    """Names of the modules that `load_model` leaves in 16 bit; the rules of `llm_int8_skip_modules` say what they match."""
     # Given names add to these: without them, the head itself would be packed, and the loss reads its weight as it is.
     skip = [structure.input_embedding, *structure.side_embeddings, *structure.towers, *structure.routers]
     skip += [structure.output_head] if structure.output_head else []
-    given = quantization_config if isinstance(quantization_config, dict) else vars(quantization_config or object)
-    return skip + (given.get("llm_int8_skip_modules") or [])
+    skip += getattr(quantization_config, "llm_int8_skip_modules", None) or []
+    quantization_config.llm_int8_skip_modules = skip
+    return quantization_config
 
 
 def _default_device() -> torch.device:

@@ -1,5 +1,6 @@
 """One logger for the package: on rank 0 only, unless a record says otherwise, and visible without any set-up."""
 
+import functools
 import logging
 import os
 import sys
@@ -15,6 +16,12 @@ class _RankZero(logging.Filter):
             record.name += f", rank {rank}"
             return True
         return rank == 0
+
+
+@functools.cache
+def warn_once(logger: logging.Logger, message: str) -> None:
+    """For what would be said again in every step."""
+    logger.warning(message)
 
 
 def get_logger(name: str) -> logging.Logger:

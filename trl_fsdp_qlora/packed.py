@@ -43,5 +43,23 @@ def packed_leaves(module: nn.Module) -> dict[str, object]:
     stacks = getattr(module, "stack_states", None)
     if stacks is not None:
         return stacks
-    state = getattr(module, "quant_state", None)
+    state = quant_state_of(module)
     return {} if state is None else {"weight": state}
+
+
+def quant_state_of(layer: nn.Module):
+    """How the weight of `layer` is packed, or `None`.
+
+    What the layer itself has noted counts where the weight does not say it, as a gathered shard does not. It may be the note of a copy:
+    bitsandbytes leaves the original's layer in the copy of a weight, and writes there when an adapter is merged into the copy.
+    """
+    state = getattr(layer._parameters.get("weight"), "quant_state", None)
+    return getattr(layer, "quant_state", None) if state is None else state
+
+
+def quantised_modules(model: nn.Module) -> set[str]:
+    """Names of the modules of `model` that own a weight in 4 or 8 bit."""
+    from bitsandbytes.nn import Int8Params
+
+    eight_bits = {name for name, module in model.named_modules() if isinstance(module._parameters.get("weight"), Int8Params)}
+    return eight_bits | {name for name, module in model.named_modules() if packed_leaves(module)}

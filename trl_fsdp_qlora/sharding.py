@@ -95,6 +95,16 @@ def shard_model(
     return model
 
 
+def check_all_trained_are_laid_out(model: nn.Module) -> None:
+    """Raise `ValueError` for parameters that train and came after `shard_model`: each rank would train them for itself."""
+    added = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if added:
+        raise ValueError(
+            f"{len(added)} parameters are to train that were not there, or did not train, when the trainer laid the model over its ranks, "
+            f"such as {added[0]!r}. Put all adapters on the model first, and pass the `PeftModel` to the trainer."
+        )
+
+
 def find_units(base: nn.Module, unit_classes: Iterable[str] = ()) -> list[list[nn.Module]]:
     """Groups of modules that are gathered together, innermost first; the root is not among them.
 

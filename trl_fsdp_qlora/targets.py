@@ -8,7 +8,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig, PeftType
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -170,7 +170,7 @@ def resolve_peft_config(model: nn.Module, config: PeftConfig, *, language_model_
     Raises:
         ValueError: see `resolve_lora_targets`.
     """
-    if not hasattr(config, "target_modules"):
+    if not hasattr(config, "target_modules") or config.peft_type == PeftType.TRAINABLE_TOKENS:
         return config
     config = copy.deepcopy(config)
     if language_model_only and getattr(config, "modules_to_save", None):
@@ -194,11 +194,21 @@ def resolve_peft_config(model: nn.Module, config: PeftConfig, *, language_model_
     return config
 
 
+def saved_by(given: str, names: Iterable[str]) -> list[str]:
+    """Those of `names` that an entry of `modules_to_save` means to PEFT."""
+    return [name for name in names if name.endswith(given)]
+
+
+def is_target(config: PeftConfig, name: str) -> bool:
+    """Whether an adapter of `config` goes on the module `name`."""
+    return bool(getattr(config, "target_modules", None)) and bool(check_target_module_exists(config, name))
+
+
 def _saved_outside_towers(model: nn.Module, saved: list[str]) -> list[str]:
     """`modules_to_save`, where a name that towers have too stands for the modules that are not in them."""
     structure, kept = find_structure(model), []
     for given in saved:
-        names = [name for name, _ in model.named_modules() if name.endswith(given)]  # as PEFT matches them
+        names = saved_by(given, [name for name, _ in model.named_modules()])
         outside = [name for name in names if not structure.in_tower(name)]
         if names and not outside:
             raise ValueError(

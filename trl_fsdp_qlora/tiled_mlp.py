@@ -6,6 +6,7 @@ more forward pass of the MLP, paid by rows longer than a tile alone.
 """
 
 import types
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,19 +25,17 @@ def tile_mlps(base: nn.Module, tile_size: int) -> int:
         mlp = getattr(layer, "mlp", None)
         if mlp is None or any("router" in name or "gate" == name for name, _ in mlp.named_children()):
             continue
-        mlp.forward = types.MethodType(_tiled(mlp.forward, tile_size), mlp)
-        mlp.tile_size = tile_size  # for fused layers, which do not call it
+        mlp.forward = types.MethodType(_tiled_forward, mlp)
+        mlp.tile_size = tile_size  # for fused layers too, which do not call it
         tiled += 1
     return tiled
 
 
-def _tiled(forward, tile_size: int):
-    def tiled_forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
-        if x_BLD.ndim != 3 or x_BLD.shape[1] <= tile_size:
-            return forward(x_BLD)
-        tiles = x_BLD.split(tile_size, dim=1)
-        if torch.is_grad_enabled():
-            return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], dim=1)
-        return torch.cat([forward(tile) for tile in tiles], dim=1)
-
-    return tiled_forward
+def _tiled_forward(mlp: nn.Module, x_BLD: torch.Tensor) -> torch.Tensor:
+    forward = partial(type(mlp).forward, mlp)
+    if x_BLD.ndim != 3 or x_BLD.shape[1] <= mlp.tile_size:
+        return forward(x_BLD)
+    tiles = x_BLD.split(mlp.tile_size, dim=1)
+    if torch.is_grad_enabled():
+        return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], dim=1)
+    return torch.cat([forward(tile) for tile in tiles], dim=1)

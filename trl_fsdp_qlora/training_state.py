@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import random
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -112,9 +113,9 @@ def _check_entries(path: str, file, entries: dict[str, nn.Parameter]) -> None:
         shape = tuple(file.get_slice(key).get_shape())
         if shape != tuple(parameter.shape):
             wanted = tuple(parameter.shape)
-            low_rank = ".lora_A." in key or ".lora_B." in key
-            features = 1 if ".lora_A." in key else 0
-            same_layer = low_rank and len(shape) == len(wanted) == 2 and shape[features] == wanted[features]
+            low_rank = re.search(r"\.lora_(?:embedding_)?([AB])\b", key)
+            features = low_rank is not None and low_rank[1] == "A"  # the dimension that is not the rank
+            same_layer = low_rank is not None and len(shape) == len(wanted) == 2 and shape[features] == wanted[features]
             other_rank = "Write the `lora_r` of the checkpoint's adapter_config.json"
             advice = other_rank if same_layer else "It is for another base model: load that"
             raise ValueError(f"{path} holds {key!r} with shape {shape}, and this run has {wanted}. {advice}, or start a new adapter.")

@@ -37,26 +37,37 @@ def apply_fused_layers(
     from . import gemma4
 
     layers, unfused = _decoder_layers(model)
+    trains_recorded = False
     if layers:
         active = [f"{len(layers)} decoder layers"]
         active += _use_own_attention(layers[0].config) if attention else []
-        if replay and (reason := gemma4.why_not_recorded(layers[0])) is not None:
-            active.append(f"no CUDA graphs of layers ({reason})")
-            replay = False
+        never, not_in_training = gemma4.why_not_recorded(layers[0]), gemma4.why_not_in_training(layers[0])
+        if replay and never is not None:
+            active.append(f"no CUDA graphs of layers ({never})")
         elif replay:
             _replay(model, layers, device, keep_activations)
-            if any(gemma4.why_not_in_training(layer) is None for layer in layers):
-                extent = ", which keep activations where there is memory" if keep_activations else ""
-            else:
-                extent, replay = f", not in training ({gemma4.why_not_in_training(layers[0])})", False
+            trains_recorded = not_in_training is None
+            extent = ", which keep activations where there is memory" if keep_activations else ""
+            extent = extent if trains_recorded else f", not in training ({not_in_training})"
             active.append(f"CUDA graphs of layers, for shapes that come again{extent}")
     else:
-        replay = False
         count, others = _fuse_linears(model)
         active = [f"{count} LoRA layers"] if count else []
         unfused = others + Counter({f"{reason} (decoder layers)": n for reason, n in unfused.items() if reason not in others})
     notes = "".join(f"; {n} not: {reason}" for reason, n in unfused.items())
-    return f"fused operations: {', '.join(active) or 'none'}{notes}", replay
+    return f"fused operations: {', '.join(active) or 'none'}{notes}", trains_recorded
+
+
+def take_apart(model: nn.Module) -> None:
+    """Undo what an earlier trainer of the same model had fused."""
+    for module in [module for module in model.modules() if "joined" in vars(module)]:
+        if isinstance(module, LoraLayer):
+            del module.joined, module.forward
+        else:
+            from . import gemma4
+
+            gemma4.take_apart(module)
+    vars(model).pop(REPLAYS, None)
 
 
 def what_is_missing(device: torch.device) -> str | None:

@@ -4,7 +4,7 @@ Shapes: B batch, S sequence, H query heads, K key/value heads, D head dimension.
 """
 
 import types
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,7 +13,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer, eager_attention_forward
 
-from ..logging import get_logger
+from ..logging import get_logger, warn_once
+from ..packed import quant_state_of
 from . import attention_interface
 from .gated_gelu import gated_gelu
 from .graph_pool import Replays
@@ -75,22 +76,35 @@ def _join(layer) -> None:
         layer.joined_ple_gate = JoinedLayers([layer.per_layer_input_gate])
         layer.joined_ple_out = JoinedLayers([layer.per_layer_projection])
     layer.linears, layer.inner = _linears(layer), _inner_modules(layer)
-    # What was fused: the linear layers, where they are, and how their weights are packed. Looked at in each call.
-    paths = [(name.rpartition("."), linear) for name, linear in _named_linears(layer)]
-    layer.joined_places = [(layer.get_submodule(parent)._modules, leaf, linear) for (parent, _, leaf), linear in paths]
-    layer.joined_states = [(base, vars(base).get("quant_state")) for base in map(base_of, layer.linears)]
+    layer.joined = [part for part in vars(layer).values() if isinstance(part, JoinedLayers)]
+    # Where the modules are that were fused. Looked at in each call, as is what was joined.
+    parts = [(name.rpartition("."), part) for name, part in layer.named_modules() if part in layer.linears or part in _norms(layer)]
+    layer.joined_places = [(layer.get_submodule(parent)._modules, leaf, part) for (parent, _, leaf), part in parts]
     layer.stays_unfused = False
+
+
+def take_apart(layer) -> None:
+    """Undo `fuse` and `replay_layer`."""
+    if layer.self_attn.config._attn_implementation == attention_interface.NAME:
+        layer.self_attn.config._attn_implementation = "sdpa"
+    if "replay" in vars(layer):
+        layer.replay.replays.release()
+        del layer.replay, layer.forward
+    for name in [name for name in vars(layer) if name == "joined" or name.startswith("joined_")]:
+        delattr(layer, name)
+    del layer.linears, layer.inner, layer.stays_unfused
+    layer.__class__ = Gemma4TextDecoderLayer
 
 
 def _keep_up(layer) -> None:
     """Fuse anew what is another layer by now: adapters may have been put on it, merged into it or taken off since."""
-    same = all(owner[leaf] is linear for owner, leaf, linear in layer.joined_places)
-    if layer.stays_unfused or same and all(vars(base).get("quant_state") is state for base, state in layer.joined_states):
+    same = all(owner[leaf] is part for owner, leaf, part in layer.joined_places)
+    if layer.stays_unfused or same and all(joined.is_current() for joined in layer.joined):
         return
     reason = why_not(layer)
     if reason is not None:
         layer.stays_unfused = True
-        _say_once(f"Decoder layers have changed, and take their own operations instead of fused ones from now on: {reason}.")
+        warn_once(logger, f"Decoder layers have changed, and take their own operations instead of fused ones from now on: {reason}.")
         return
     _join(layer)
     if "replay" in vars(layer):
@@ -106,12 +120,8 @@ def replay_layer(layer: "FusedGemma4TextDecoderLayer", replays: Replays) -> None
     layer.forward = types.MethodType(_replayed_forward, layer)
 
 
-def _named_linears(layer):
-    return [(n, m) for n, m in layer.named_modules() if n.endswith(("_proj", "per_layer_input_gate", "per_layer_projection"))]
-
-
 def _linears(layer):
-    return [module for _, module in _named_linears(layer)]
+    return [m for name, m in layer.named_modules() if name.endswith(("_proj", "per_layer_input_gate", "per_layer_projection"))]
 
 
 def _inner_modules(layer):
@@ -126,13 +136,8 @@ def _between_dtypes(hidden_states: torch.Tensor) -> bool:
     between = torch.is_autocast_enabled(kind) and hidden_states.dtype != torch.get_autocast_dtype(kind)
     if between:
         stream, autocast = (str(dtype).removeprefix("torch.") for dtype in (hidden_states.dtype, torch.get_autocast_dtype(kind)))
-        _say_once(f"Decoder layers get {stream} under {autocast} autocast, and take their own operations instead of fused ones.")
+        warn_once(logger, f"Decoder layers get {stream} under {autocast} autocast, and take their own operations instead of fused ones.")
     return between
-
-
-@cache
-def _say_once(warning: str) -> None:
-    logger.warning(warning)
 
 
 def _norms(layer):
@@ -146,7 +151,7 @@ def _kind(layer) -> Kind:
     other += [(norm._parameters, "weight") for norm in _norms(layer) if norm._parameters.get("weight") is not None]
     states = []
     for base in bases:
-        state = getattr(base, "quant_state", None)
+        state = quant_state_of(base)
         (packed if state is not None else other).append((base._parameters, "weight"))
         if base.bias is not None:
             other.append((base._parameters, "bias"))

@@ -8,8 +8,12 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from ..logging import get_logger, warn_once
+from ..packed import quant_state_of
 from .gated_gelu import gated_gelu
 from .qlora_linear import LinearGroup, QLoRAGatedLinear, QLoRALinear, Slot
+
+logger = get_logger(__name__)
 
 
 def base_of(layer: nn.Module) -> nn.Module:
@@ -21,7 +25,7 @@ def unknown_kind(layer: nn.Module) -> str | None:
     """Why `layer` keeps PEFT's forward, or None if it need not. Looks at what adapters are, not at which are active."""
     base = base_of(layer)
     # Others make numbers of their weight in a way of their own, as those in 8 bit do.
-    if getattr(base, "quant_state", None) is None and type(base).forward is not nn.Linear.forward:
+    if quant_state_of(base) is None and type(base).forward is not nn.Linear.forward:
         return f"a {type(base).__name__} inside"
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
         return "a base layer that trains"
@@ -65,8 +69,13 @@ def hooked(modules: list[nn.Module]) -> bool:
 
 def fused_forward(layer: LoraLayer, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
     """A LoRA layer's forward as one function, or PEFT's own for what that function does not do."""
+    if layer.joined is not None and not layer.joined.is_current():
+        reason = unknown_kind(layer)
+        layer.joined = JoinedLayers([layer]) if reason is None else None
+        if reason is not None:
+            warn_once(logger, f"LoRA layers have changed, and take PEFT's operations instead of fused ones from now on: {reason}.")
     joined = layer.joined
-    own = args or kwargs or not x.is_floating_point() or x.dtype != joined.group.dtype or hooked(joined.inner)
+    own = joined is None or args or kwargs or not x.is_floating_point() or x.dtype != joined.group.dtype or hooked(joined.inner)
     return type(layer).forward(layer, x, *args, **kwargs) if own else joined(x)
 
 
@@ -84,6 +93,15 @@ class JoinedLayers:
         self.alone = [LinearGroup([base_of(layer)]) for layer in layers]
         self.sizes = self.group.sizes
         self.inner = [m for layer in layers for m in inner_modules(layer)]
+        # What was joined: how weights are packed, and the adapters. Looked at in each call.
+        self._bases = [base_of(layer) for layer in layers]
+        loras = [adapters._modules for layer in layers if isinstance(layer, LoraLayer) for adapters in (layer.lora_A, layer.lora_B)]
+        self._adapters = [(found, tuple(found.values())) for found in loras]
+
+    def is_current(self) -> bool:
+        """Whether no adapter was put on the layers, merged into them or taken off since. PEFT changes a layer that has one in place."""
+        unchanged = all(tuple(found.values()) == adapters for found, adapters in self._adapters)
+        return unchanged and all(quant_state_of(base) is state for base, state in zip(self._bases, self.group.states, strict=True))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..packed import quant_state_of
 from .dequantize import dequantize
 from .gated_gelu import gated_gelu_backward, gated_gelu_forward
 
@@ -45,24 +46,25 @@ class LinearGroup:
         self.sizes = [layer.out_features for layer in layers]
         ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes))]
         self.columns = [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
-        self.packed = all(getattr(layer, "quant_state", None) is not None for layer in layers)
-        self.dtype = layers[0].quant_state.dtype if self.packed else layers[0].weight.dtype
+        self.states = [quant_state_of(layer) for layer in layers]
+        self.packed = all(state is not None for state in self.states)
+        self.dtype = self.states[0].dtype if self.packed else layers[0].weight.dtype
         self.inputs, self.outputs = layers[0].in_features, self.columns[-1].stop
         joint = len(layers) == 1 or self.packed and self.outputs * self.inputs <= MAX_JOINT
-        self.parts = [(slice(0, self.outputs), layers)] if joint else [(c, [la]) for c, la in zip(self.columns, layers, strict=True)]
+        self.parts = [(slice(0, self.outputs), slice(None))] if joint else [(c, slice(i, i + 1)) for i, c in enumerate(self.columns)]
 
     def weights(self, dtype: torch.dtype, below: int = 0, beside: int = 0) -> Iterator[tuple[slice, torch.Tensor]]:
         """Columns of the output, and the weight (O, I) that makes them: one for a packed group that is small enough, else one
         a layer, made when its turn comes. Those of packed groups can have `below` more rows and `beside` more columns, not filled."""
-        for columns, layers in self.parts:
-            yield columns, self._numbers(layers, dtype, below, beside) if self.packed else layers[0].weight.to(dtype)
+        for columns, part in self.parts:
+            yield columns, self._numbers(part, dtype, below, beside) if self.packed else self.layers[part][0].weight.to(dtype)
 
-    def _numbers(self, layers: list[nn.Module], dtype: torch.dtype, below: int, beside: int) -> torch.Tensor:
-        """The dequantised weights of `layers`, one below the other."""
-        sizes = [layer.out_features for layer in layers]
+    def _numbers(self, part: slice, dtype: torch.dtype, below: int, beside: int) -> torch.Tensor:
+        """The dequantised weights of the layers `part`, one below the other."""
+        layers, sizes = self.layers[part], self.sizes[part]
         whole = torch.empty((sum(sizes) + below, self.inputs + beside), dtype=dtype, device=layers[0].weight.device)
-        for rows, layer in zip(whole[: sum(sizes), : self.inputs].split(sizes), layers, strict=True):
-            dequantize(layer.weight, layer.quant_state, rows)
+        for rows, layer, state in zip(whole[: sum(sizes), : self.inputs].split(sizes), layers, self.states[part], strict=True):
+            dequantize(layer.weight, state, rows)
         return whole
 
     def add_biases(self, y: torch.Tensor) -> None:
