@@ -116,7 +116,22 @@ def refusals(checkpoint, output_dir):
             messages[name] = "accepted"
         except ValueError as error:
             messages[name] = str(error)
+    messages["later-adapter"] = later_adapter(checkpoint, output_dir, env=FSDP)
+    messages["later-adapter-replicas"] = later_adapter(checkpoint, output_dir, env={})
     return messages
+
+
+def later_adapter(checkpoint, output_dir, env):
+    from peft import LoraConfig
+
+    trainer = new_trainer(checkpoint, output_dir, steps=1, rows_per_step=4, env=env)
+    trainer.model.add_adapter("later", LoraConfig(target_modules=r".*language_model.*q_proj"))
+    trainer.model.set_adapter("later")
+    try:
+        trainer.train()
+    except ValueError as error:
+        return str(error)
+    return "accepted"
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +269,8 @@ def test_refused_with_several_ranks(checkpoint, tmp_path):
         assert "device_map" in messages["device-map"] and "Leave it out" in messages["device-map"]
         assert "'Gemma4TextDecoderLayer'" in messages["unit"]
         assert "'adamw_torch'" in messages["optimizer"]
+        for name in ("later-adapter", "later-adapter-replicas"):
+            assert ".later." in messages[name] and "Put all adapters on the model first" in messages[name]
 
 
 def test_offloading_without_a_backend_for_host_memory_is_refused():
