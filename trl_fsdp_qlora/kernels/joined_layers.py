@@ -93,10 +93,9 @@ class JoinedLayers:
         self.alone = [LinearGroup([base_of(layer)]) for layer in layers]
         self.sizes = self.group.sizes
         self.inner = [m for layer in layers for m in inner_modules(layer)]
-        # What was joined: how weights are packed, and the adapters. Looked at in each call.
+        # What was joined: how weights are packed, and the adapters, of which A stands for the rest. Looked at in each call.
         self._bases = [base_of(layer) for layer in layers]
-        loras = [adapters._modules for layer in layers if isinstance(layer, LoraLayer) for adapters in (layer.lora_A, layer.lora_B)]
-        self._adapters = [(found, tuple(found.values())) for found in loras]
+        self._adapters = [(la.lora_A._modules, tuple(la.lora_A.values())) for la in layers if isinstance(la, LoraLayer)]
 
     def is_current(self) -> bool:
         """Whether no adapter was put on the layers, merged into them or taken off since. PEFT changes a layer that has one in place."""
